@@ -1,0 +1,1 @@
+"""Training: the backbone (``pretrain``) and the adaptation networks (``meta_train``)."""
