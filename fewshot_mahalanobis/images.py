@@ -1,15 +1,299 @@
-"""Whatever a user calls an image, as the tensor the network reads."""
+"""Whatever a user calls an image, as the tensor the network reads.
+
+A collection of images is any of
+
+- a list of file paths (``str`` or ``Path``), of PIL images, of arrays (h, w, 3) or (h, w), of tensors
+  (3, h, w) or (1, h, w), or of all of them mixed, each of its own size; a one-dimensional array or a
+  pandas Series of such items serves as well;
+- an array (n, h, w, 3) or (n, h, w), or a tensor (n, 3, h, w) or (n, 1, h, w): uint8, bool, or float
+  in [0, 1].
+
+Every image takes one road: 8-bit RGB, then Pillow's antialiased bilinear resize to a square, aspect not
+kept, as in Meta-Dataset (Triantafillou et al., ICLR 2020). So the same picture gives the same tensor
+whether it comes as a path, a PIL image, an array or a tensor. Floats are rounded to the 8 bits that the
+network was trained on.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import joblib
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
+from torch import Tensor
+
+#: What the last axis of an array image may hold: grey, RGB, or RGB with opacity.
+_CHANNELS = (1, 3, 4)
+#: Decoding threads that ``n_jobs=None`` stands for at most.
+_MOST_DEFAULT_THREADS = 4
+#: How far a float may lie outside [0, 1] through rounding alone.
+_ROUNDING = 1e-6
+
+
+class ImageError(ValueError):
+    """An image, or a collection of them, that cannot be used: the message names it and the remedy."""
 
 
 def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
-    """One decoded image as uint8 RGB of shape (size, size, 3)."""
-    rgb = image.convert("RGB")
+    """One image as uint8 RGB of shape (size, size, 3).
+
+    The EXIF orientation is applied; transparent pixels are laid on white; 16-bit grey is scaled to
+    8 bits over its full range. Of a file with several frames the current one is taken.
+
+    Parameters
+    ----------
+    image : PIL.Image.Image
+        Of any mode that Pillow converts to RGB, and of the modes I;16 and I (0 to 65535) and F (0 to 1).
+    size : int
+        Side of the square, in pixels.
+
+    Raises
+    ------
+    ImageError
+        The image has no pixels, a mode without a conversion to RGB, or values outside its range.
+    OSError
+        The file behind a lazily opened image is truncated.
+    """
+    if 0 in image.size:
+        raise ImageError(f"it has no pixels (size {image.width} x {image.height})")
+    rgb = _to_rgb(ImageOps.exif_transpose(image))
     if rgb.size != (size, size):
         rgb = rgb.resize((size, size), Image.Resampling.BILINEAR)
     return np.asarray(rgb)
+
+
+class ImageBatches:
+    """A collection of images as float32 batches (b, 3, size, size) in [-1, 1], decoded in threads.
+
+    What can be told without reading pixels is checked at once, missing files included; the rest when an
+    image's turn comes. While a batch is in use the next one is decoded, and no more than these two are
+    in memory. The batches are channels_last and on the CPU; iterating again decodes again.
+
+    Parameters
+    ----------
+    images : collection of images
+        See the head of this module.
+    size : int
+        Side of the square that every image is resized to, in pixels.
+    batch_size : int, default=64
+    n_jobs : int, optional
+        Decoding threads, counted as scikit-learn does (-1: all cores). Default: the usable cores, at
+        most 4.
+
+    Attributes
+    ----------
+    n_images : int
+
+    Raises
+    ------
+    ImageError
+        From the constructor: not a collection, an empty one, an item that is no image, a missing file,
+        a wrong shape or dtype. From the iteration: a file that cannot be decoded to its end, NaN, a
+        float outside [0, 1]. The message names the item.
+    """
+
+    def __init__(self, images: Any, size: int, *, batch_size: int = 64, n_jobs: int | None = None) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+            raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
+        self._images = _checked(images)
+        self.n_images = len(self._images)
+        self.size = size
+        self.batch_size = int(batch_size)
+        self.n_threads = (
+            min(joblib.cpu_count(), _MOST_DEFAULT_THREADS) if n_jobs is None else joblib.effective_n_jobs(n_jobs)
+        )
+
+    def __iter__(self) -> Iterator[Tensor]:
+        lock = Lock()
+        waiting: deque[list[Future[NDArray[np.uint8]]]] = deque()
+        pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="decode")
+        try:
+            for start in range(0, self.n_images, self.batch_size):
+                stop = min(start + self.batch_size, self.n_images)
+                waiting.append([pool.submit(_decode, self._images, i, self.size, lock) for i in range(start, stop)])
+                if len(waiting) == 2:
+                    yield _normalised(waiting.popleft())
+            yield _normalised(waiting.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _normalised(images: list[Future[NDArray[np.uint8]]]) -> Tensor:
+    stacked = torch.from_numpy(np.stack([image.result() for image in images]))
+    return stacked.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def _checked(images: Any) -> Sequence[Any]:
+    """Make every check that needs no pixels, and return the collection as something to index."""
+    if isinstance(images, Image.Image | str | os.PathLike):
+        if isinstance(images, str | os.PathLike) and Path(images).is_dir():
+            raise ImageError(f"{str(images)!r} is a folder: pass the list of its image files")
+        raise ImageError(f"got a single image ({_describe(images)}): wrap it in a list")
+    if hasattr(images, "to_numpy"):  # a pandas Series of paths, say
+        images = images.to_numpy()
+    if isinstance(images, np.ndarray) and images.dtype.kind in "OUT" and images.ndim == 1:
+        images = images.tolist()
+    if isinstance(images, np.ndarray | Tensor):
+        _check_stack(images)
+    elif not isinstance(images, list | tuple):
+        raise ImageError(
+            f"images must be a list, an array or a tensor of images, got {type(images).__name__}: "
+            "turn other collections into a list first"
+        )
+    if len(images) == 0:
+        raise ImageError("there are no images: the collection is empty")
+    if isinstance(images, list | tuple):
+        for index, item in enumerate(images):
+            problem = _item_problem(item)
+            if problem is not None:
+                raise ImageError(f"image {index} ({_describe(item)}): {problem}")
+    return images
+
+
+def _check_stack(images: NDArray[Any] | Tensor) -> None:
+    """Refuse an array that is not (n, h, w[, c]) and a tensor that is not (n, c, h, w)."""
+    is_tensor = isinstance(images, Tensor)
+    what = f"the {'tensor' if is_tensor else 'array'} of shape {tuple(images.shape)}"
+    wanted = "(n, 3, h, w) or (n, 1, h, w)" if is_tensor else "(n, h, w, 3) or (n, h, w)"
+    if images.ndim == 3 and images.shape[0 if is_tensor else -1] in _CHANNELS:
+        raise ImageError(f"{what} is a single image: wrap it in a list")
+    if images.ndim == 3 and is_tensor:
+        raise ImageError(f"{what} lacks the channel axis of {wanted}: add it with unsqueeze(1)")
+    if images.ndim not in (3, 4):
+        raise ImageError(f"{what} is no stack of images: expected {wanted}")
+    if len(images):
+        problem = _array_problem(tuple(images.shape[1:]), images.dtype, is_tensor)
+        if problem is not None:
+            raise ImageError(f"{what}: {problem}")
+
+
+def _item_problem(item: Any) -> str | None:
+    if isinstance(item, Image.Image):
+        return None
+    if isinstance(item, str | os.PathLike):
+        path = Path(item)
+        try:
+            if path.is_file():
+                return None
+            return "it is a folder, not an image file" if path.is_dir() else f"no such file (looked in {Path.cwd()})"
+        except (OSError, ValueError) as error:  # a name too long or with a null, a folder that may not be entered
+            return f"it cannot be read: {error}"
+    if isinstance(item, np.ndarray | Tensor):
+        return _array_problem(tuple(item.shape), item.dtype, isinstance(item, Tensor))
+    return "not an image: expected a path, a PIL image, an array (h, w, 3) or (h, w), or a tensor (3, h, w)"
+
+
+def _array_problem(shape: tuple[int, ...], dtype: np.dtype[Any] | torch.dtype, channels_first: bool) -> str | None:
+    """Say what is wrong with the shape or dtype of one image, if anything."""
+    wanted = "(3, h, w) or (1, h, w)" if channels_first else "(h, w, 3) or (h, w)"
+    if len(shape) not in (2, 3):
+        return f"an image of shape {shape} is not {wanted}"
+    if 0 in shape:
+        return f"an image of shape {shape} has no pixels"
+    if len(shape) == 3 and shape[0 if channels_first else -1] not in _CHANNELS:
+        elsewhere = shape[-1 if channels_first else 0] in _CHANNELS
+        move = (
+            "to the first axis, with x.movedim(-1, -3)"
+            if channels_first
+            else "to the last axis, with np.moveaxis(x, -3, -1)"
+        )
+        remedy = f": move the channels {move}"
+        return f"an image of shape {shape} is not {wanted}{remedy if elsewhere else ''}"
+    if isinstance(dtype, torch.dtype):
+        fine = dtype.is_floating_point or dtype in (torch.uint8, torch.bool)
+    else:
+        fine = dtype.kind in "fb" or dtype == np.uint8
+    if not fine:
+        return f"dtype {dtype} is not used: convert to uint8 (0 to 255) or to float in [0, 1]"
+    return None
+
+
+def _describe(item: Any) -> str:
+    """How a message names an item: the path where there is one, else its type."""
+    if isinstance(item, str | os.PathLike):
+        return repr(os.fspath(item))
+    name = getattr(item, "filename", "") if isinstance(item, Image.Image) else ""
+    return repr(os.fspath(name)) if name else type(item).__name__
+
+
+def _decode(images: Sequence[Any], index: int, size: int, lock: Lock) -> NDArray[np.uint8]:
+    """Image ``index`` as uint8 RGB (size, size, 3)."""
+    item = images[index]
+    try:
+        if isinstance(item, str | os.PathLike):
+            # The handle is ours because Pillow maps some files given by name, and a map hides a short file.
+            with Path(item).open("rb") as file, Image.open(file) as image:
+                return to_square_array(image, size)
+        if isinstance(item, Image.Image):
+            with lock:  # the same lazily opened image may stand in the list twice, and loading is not thread-safe
+                item.load()
+            return to_square_array(item, size)
+        return to_square_array(_array_to_pil(item), size)
+    except ImageError as error:
+        raise ImageError(f"image {index} ({_describe(item)}): {error}") from error
+    except Image.UnidentifiedImageError as error:
+        raise ImageError(f"image {index} ({_describe(item)}): not an image file that Pillow knows") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's decoders raise a dozen unrelated types on a damaged file
+        raise ImageError(f"image {index} ({_describe(item)}) cannot be decoded, is it damaged? {error}") from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        image = Image.fromarray(_sixteen_to_eight_bits(np.asarray(image)))
+    elif image.mode == "F":
+        image = Image.fromarray(_unit_to_eight_bits(np.asarray(image)))
+    elif image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def _array_to_pil(image: NDArray[Any] | Tensor) -> Image.Image:
+    """One array (h, w[, c]) or tensor ([c, ]h, w) of a checked shape and dtype."""
+    if isinstance(image, Tensor):
+        image = image.detach().cpu()
+        if image.ndim == 3:
+            image = image.permute(1, 2, 0)
+        array = image.float().numpy() if image.is_floating_point() else image.numpy()
+    else:
+        array = image
+    if array.dtype.kind == "f":
+        array = _unit_to_eight_bits(array)
+    elif array.dtype.kind == "b":
+        array = array * np.uint8(255)
+    if array.ndim == 3 and array.shape[-1] == 1:
+        array = array[:, :, 0]
+    return Image.fromarray(np.ascontiguousarray(array))
+
+
+def _unit_to_eight_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Floats in [0, 1] -> 0 to 255, rounded: k / 255 gives k."""
+    low, high = float(values.min()), float(values.max())
+    if not np.isfinite(low) or not np.isfinite(high):
+        raise ImageError("it contains NaN or infinity")
+    if low < -_ROUNDING or high > 1 + _ROUNDING:
+        remedy = "map them back with (x + 1) / 2" if -1 <= low < 0 and high <= 1 else "divide by 255"
+        raise ImageError(
+            f"its values run from {low:g} to {high:g}, but floats must lie in [0, 1]: "
+            f"{remedy}, or by whatever spans [0, 1]"
+        )
+    return np.rint(np.clip(values, 0, 1).astype(np.float32) * 255).astype(np.uint8)
+
+
+def _sixteen_to_eight_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Integers from 0 to 65535 -> 0 to 255, rounded: 257 k gives k."""
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > 65535:
+        raise ImageError(f"its values run from {low} to {high}, but integer grey must lie in 0 to 65535: rescale it")
+    return np.rint(values / 257).astype(np.uint8)

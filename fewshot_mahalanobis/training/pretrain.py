@@ -32,7 +32,7 @@ from fewshot_mahalanobis.training.augment import (
 from fewshot_mahalanobis.training.run import RunFolder, autocast, choose_device
 
 #: (share of training, image side in pixels), in order.
-DEFAULT_PHASES = ((0.25, 40), (0.30, 48), (0.32, 64), (0.13, 84))
+DEFAULT_PHASES = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))
 
 
 @dataclass(frozen=True)

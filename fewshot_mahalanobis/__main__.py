@@ -1,0 +1,5 @@
+"""``python -m fewshot_mahalanobis``."""
+
+from fewshot_mahalanobis.cli import app
+
+app(prog_name="fewshot-mahalanobis")

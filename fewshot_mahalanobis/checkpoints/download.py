@@ -1,0 +1,104 @@
+"""Downloads that leave either the right file or none."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import requests
+from tqdm import tqdm
+
+from fewshot_mahalanobis.checkpoints.errors import DownloadError
+
+#: Environment variable: a folder that holds published files, by their base names, for use without a network.
+LOCAL_COPIES_VARIABLE = "FEWSHOT_MAHALANOBIS_CHECKPOINTS"
+
+#: Seconds to connect, and seconds without a byte before a stalled server is given up.
+TIMEOUT = (10.0, 30.0)
+#: GitHub takes no git blob above 100 MiB, so a longer answer is not one of the published files.
+LARGEST_FILE = 100 * 2**20
+_CHUNK = 2**18
+
+
+def blob_id(path: Path) -> str:
+    """Return git's name for the contents of a file: the SHA-1 of a header with its size and of its bytes."""
+    with path.open("rb") as file:
+        digest = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size)
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def download(url: str, destination: Path, expected_blob_id: str) -> None:
+    """Download one file, verified before it gets its name.
+
+    The caller holds a lock on ``destination``, so that its temporary name belongs to one download.
+
+    Parameters
+    ----------
+    url : str
+    destination : Path
+        In an existing folder. It is the verified file afterwards, or unchanged.
+    expected_blob_id : str
+        See :func:`blob_id`.
+
+    Raises
+    ------
+    DownloadError
+        There is no connection, the server answers with an error or stalls, the transfer breaks, or the
+        bytes are not those expected.
+    OSError
+        The destination cannot be written.
+    """
+    temporary = destination.with_name(destination.name + ".part")
+    try:
+        content_type = _stream(url, temporary, destination)
+        found = blob_id(temporary)
+        if found != expected_blob_id:
+            raise _failure(
+                url,
+                destination,
+                f"the server's {temporary.stat().st_size} bytes ({content_type}) are not the published file: "
+                f"git blob id {found}, expected {expected_blob_id}",
+            )
+        os.replace(temporary, destination)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _stream(url: str, temporary: Path, destination: Path) -> str:
+    """Write the body of ``url`` to ``temporary``; return its content type."""
+    problem = "no connection: is this machine offline?"
+    try:
+        # Without compression, so that the bytes counted are those of the file.
+        headers = {"Accept-Encoding": "identity"}
+        with requests.get(url, stream=True, timeout=TIMEOUT, headers=headers) as response:
+            problem = "the server refused"
+            response.raise_for_status()
+            problem = "the transfer broke off or stalled"
+            length = response.headers.get("Content-Length", "")
+            total = int(length) if length.isdecimal() else None
+            received = 0
+            with (
+                temporary.open("wb") as file,
+                # disable=None: a bar on a terminal, silence in logs.
+                tqdm(desc=destination.name, total=total, unit="B", unit_scale=True, disable=None) as bar,
+            ):
+                for chunk in response.iter_content(_CHUNK):
+                    received += len(chunk)
+                    if received > LARGEST_FILE:
+                        raise _failure(url, destination, f"the answer is longer than {LARGEST_FILE} bytes")
+                    file.write(chunk)
+                    bar.update(len(chunk))
+            return response.headers.get("Content-Type", "no content type")
+    except requests.RequestException as error:
+        raise _failure(url, destination, f"{problem} ({error})") from error
+
+
+def _failure(url: str, destination: Path, reason: str) -> DownloadError:
+    name = url.rsplit("/", 1)[-1]
+    return DownloadError(
+        f"could not download {url} to {destination}: {reason}. Try again with a connection; or fetch the file by "
+        f"other means, keep its name {name}, and set the environment variable {LOCAL_COPIES_VARIABLE} to its folder"
+    )

@@ -1,0 +1,243 @@
+"""The one checkpoint format: a folder of ``config.json``, ``model.safetensors`` and ``README.md``.
+
+``config.json`` holds the arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS` and ``format_version``;
+``model.safetensors`` its weights; ``README.md`` is the model card. A repository on the Hugging Face Hub
+with these files is a checkpoint too. Nothing is unpickled, and what a file claims is compared with what
+the model needs before any memory is spent on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+
+FORMAT_VERSION = 1
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+
+#: A real config.json has a few hundred bytes; a larger file is not one.
+_LARGEST_CONFIG = 2**16
+#: Types that weights may be stored in, by their name in a safetensors header.
+_STORAGE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_INTEGER = "I64"
+
+_DEFAULT_CARD = """\
+---
+library_name: fewshot-mahalanobis
+pipeline_tag: image-classification
+tags:
+- few-shot-learning
+- simple-cnaps
+---
+
+# A few-shot image classifier (Simple CNAPS)
+
+Load it with
+
+    from fewshot_mahalanobis import load_checkpoint
+    model = load_checkpoint("path/to/this/folder")
+
+or give the folder or the repository's name as `SimpleCNAPSClassifier(checkpoint=...)`.
+
+| setting | value |
+|---|---|
+{settings}
+
+Still to be told here: what it was trained on, the licence of that data and of these weights, and
+measured accuracies.
+"""
+
+
+def save_checkpoint(
+    model: SimpleCNAPS, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, card: str | None = None
+) -> None:
+    """Write a model as a checkpoint.
+
+    Every file is written under a temporary name and renamed, so a failure leaves what was there before.
+
+    Parameters
+    ----------
+    model : SimpleCNAPS
+        On any device, in any precision.
+    folder : path
+        Made if absent; a checkpoint in it is replaced.
+    dtype : {torch.float32, torch.float16, torch.bfloat16}, optional
+        How convolution kernels and matrices are stored; float32 by default. Vectors (biases, BatchNorm,
+        FiLM scales), under one per cent of the weights, stay float32: their rounding would be felt and
+        their bytes are not.
+    card : str, optional
+        Markdown of ``README.md``. By default the folder's own is kept, or a plain one is written.
+
+    Raises
+    ------
+    CheckpointError
+        A weight is NaN, infinite or outside the range of ``dtype``, or the folder cannot be written.
+    """
+    folder = Path(folder)
+    dtype = torch.float32 if dtype is None else dtype
+    if dtype not in _STORAGE.values():
+        raise ValueError(f"dtype must be one of {sorted(map(str, _STORAGE.values()))}, not {dtype}")
+    settings = _checked_settings(model.config, "model.config")
+    tensors = {name: _to_storage(name, tensor, dtype) for name, tensor in model.state_dict().items()}
+    config = json.dumps({"format_version": FORMAT_VERSION, **settings}, indent=2, allow_nan=False) + "\n"
+    if card is None and not (folder / CARD).exists():
+        card = _DEFAULT_CARD.format(settings="\n".join(f"| {name} | {value} |" for name, value in settings.items()))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
+            temporary = Path(name)
+            save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+            (temporary / CONFIG).write_text(config, encoding="utf-8")
+            if card is not None:
+                (temporary / CARD).write_text(card, encoding="utf-8")
+                os.replace(temporary / CARD, folder / CARD)
+            # New weights must never be read under old settings: if the settings differ, the old ones go
+            # first, so that an interruption leaves a folder without config.json, which is an error to read.
+            if (folder / CONFIG).is_file() and (folder / CONFIG).read_bytes() != config.encode():
+                (folder / CONFIG).unlink()
+            os.replace(temporary / WEIGHTS, folder / WEIGHTS)
+            os.replace(temporary / CONFIG, folder / CONFIG)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: the checkpoint cannot be written: {error}") from error
+
+
+def read_checkpoint(folder: str | os.PathLike[str]) -> SimpleCNAPS:
+    """Read a checkpoint from a local folder.
+
+    Parameters
+    ----------
+    folder : path
+        With ``config.json`` and ``model.safetensors``.
+
+    Returns
+    -------
+    SimpleCNAPS
+        On the CPU, in float32 however it was stored, in evaluation mode.
+
+    Raises
+    ------
+    CheckpointError
+        A file is missing or malformed, was written by a newer version, or does not hold exactly the
+        tensors that the settings ask for, with their shapes, in a storable type and finite.
+    """
+    folder = Path(folder)
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():  # neither a folder nor a pipe, which would be waited on
+            raise CheckpointError(
+                f"{folder / name}: no such file. A checkpoint is a folder with {CONFIG} and {WEIGHTS}"
+            )
+    settings = _read_settings(folder / CONFIG)
+    try:
+        # Without memory and without drawing initial weights from the global generator.
+        with torch.device("meta"):
+            model = SimpleCNAPS(**settings)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    weights = _read_tensors(folder / WEIGHTS, model.state_dict())
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Read the arguments of ``SimpleCNAPS`` from a ``config.json``."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_CONFIG + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if len(content) > _LARGEST_CONFIG:
+        raise CheckpointError(f"{path}: larger than {_LARGEST_CONFIG} bytes, so not a checkpoint's configuration")
+    try:
+        config = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}. Save or download the checkpoint again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, not {type(config).__name__}")
+    version = config.pop("format_version", None)
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{path}: 'format_version' must be a whole number from 1, not {version!r}")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: 'format_version' is {version} and this version of fewshot_mahalanobis reads up to "
+            f"{FORMAT_VERSION}: upgrade fewshot_mahalanobis"
+        )
+    return _checked_settings(config, str(path))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """``config`` if it has every argument of ``SimpleCNAPS``, each of its type, and nothing else."""
+    fields = list(inspect.signature(SimpleCNAPS).parameters)
+    hints = get_type_hints(SimpleCNAPS.__init__)
+    unknown = sorted(config.keys() - set(fields))
+    if unknown:
+        raise CheckpointError(f"{source}: unknown field {unknown[0]!r}; the fields are {', '.join(fields)}")
+    for name in fields:
+        if name not in config:
+            raise CheckpointError(f"{source}: the field {name!r} is missing")
+        value, wanted = config[name], hints[name]
+        # bool is a subclass of int, and JSON writes 1.0 as 1 in other people's tools.
+        number = wanted is float and type(value) in (int, float) and math.isfinite(value)
+        if not number and (type(value) is not wanted or wanted is float):
+            raise CheckpointError(f"{source}: the field {name!r} must be of type {wanted.__name__}, not {value!r}")
+    return {name: config[name] for name in fields}
+
+
+def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a CPU copy of one weight in the type it is stored in."""
+    if not tensor.is_floating_point():
+        return tensor.detach().to("cpu", torch.int64, copy=True).contiguous()
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"the weight {name!r} is NaN or infinite: the model cannot be saved")
+    stored = tensor.detach().to("cpu", dtype if tensor.ndim > 1 else torch.float32, copy=True)
+    if not torch.isfinite(stored).all():
+        raise CheckpointError(f"the weight {name!r} does not fit into {dtype}: save it with dtype=torch.float32")
+    return stored.contiguous()
+
+
+def _read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file, exactly those ``expected``, floating ones as float32."""
+    remedy = "Save or download the checkpoint again"
+    try:
+        # The library holds the header's sizes against the file's before it allocates anything.
+        with safe_open(path, framework="pt", device="cpu") as file:
+            found = set(file.keys())
+            for kind, names in (("missing", expected.keys() - found), ("unexpected", found - expected.keys())):
+                if names:
+                    raise CheckpointError(
+                        f"{path}: {len(names)} tensors are {kind} for the settings in {CONFIG}, {min(names)!r} first. "
+                        f"Either file may belong to another checkpoint. {remedy}"
+                    )
+            for name, tensor in expected.items():
+                entry = file.get_slice(name)
+                shape, stored = tuple(entry.get_shape()), entry.get_dtype()
+                if shape != tuple(tensor.shape):
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r} has shape {shape}, not {tuple(tensor.shape)}. {remedy}"
+                    )
+                if stored not in (_STORAGE if tensor.is_floating_point() else (_INTEGER,)):
+                    raise CheckpointError(f"{path}: tensor {name!r} has type {stored}, which does not fit. {remedy}")
+            # Copies: the library's tensors may be views of the file, which can change under them.
+            weights = {name: file.get_tensor(name).to(tensor.dtype, copy=True) for name, tensor in expected.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file: {error}. {remedy}") from error
+    for name, tensor in weights.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{path}: tensor {name!r} has NaN or infinite entries. {remedy}")
+    return weights

@@ -1,0 +1,163 @@
+"""The named checkpoints: data, not code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# The files are plain git blobs (git's digests are those of the files themselves, none a pointer to large
+# file storage), and this host serves a blob at a commit directly, without a redirect or a web page.
+_PUBLISHED = "https://raw.githubusercontent.com/plai-group/simple-cnaps/{revision}/model-checkpoints/{path}"
+_PUBLISHED_REVISION = "9487356a92bfbbb000f529e43baf5ea59314c4e2"
+_PUBLISHED_SETTINGS = {"head": "mahalanobis", "scale": 1.0, "one_shot_covariance": "published"}
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """What is known of a named checkpoint.
+
+    Attributes
+    ----------
+    name : str
+        What :func:`~fewshot_mahalanobis.load_checkpoint` and ``SimpleCNAPSClassifier`` take.
+    url : str or None
+        Where it is downloaded from when first used; None for a checkpoint embedded in the package.
+    revision : str or None
+        Commit of the repository at ``url``.
+    blob_id : str or None
+        Digest of the file at ``url``, as git computes it: SHA-1 of a header with its size and of its bytes.
+    size : int or None
+        Bytes of the weights, which a published file exceeds by what else it holds; None if not measured.
+    licence : str
+        Of the weights.
+    image_size : int
+        Side of the images it was trained on, in pixels.
+    trained_on : str
+    settings : mapping
+        Those arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS` that the conversion sets.
+    accuracies : mapping of str to (float, float)
+        Data set or task -> accuracy and half-width of its 95 % interval, both in per cent.
+        For published files, the figures of their authors.
+    """
+
+    name: str
+    url: str | None
+    revision: str | None
+    blob_id: str | None
+    size: int | None
+    licence: str
+    image_size: int
+    trained_on: str
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    accuracies: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False, repr=False)
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it comes with the package and needs no network."""
+        return self.url is None
+
+
+def _published(
+    name: str,
+    path: str,
+    blob_id: str,
+    *,
+    size: int,
+    adaptation: str,
+    trained_on: str,
+    accuracies: Mapping[str, tuple[float, float]] | None = None,
+) -> CheckpointRecord:
+    return CheckpointRecord(
+        name=name,
+        url=_PUBLISHED.format(revision=_PUBLISHED_REVISION, path=path),
+        revision=_PUBLISHED_REVISION,
+        blob_id=blob_id,
+        size=size,
+        licence="MIT",
+        image_size=84,
+        trained_on=trained_on,
+        settings={"adaptation": adaptation, **_PUBLISHED_SETTINGS},
+        accuracies=accuracies or {},
+    )
+
+
+_META_DATASET = "Meta-Dataset: the training classes of ILSVRC-2012 and seven other data sets"
+
+_RECORDS = (
+    CheckpointRecord(
+        name="default",
+        url=None,
+        revision=None,
+        blob_id=None,
+        size=None,
+        licence="MIT",
+        image_size=84,
+        trained_on="see the model card in fewshot_mahalanobis/checkpoints/default/README.md",
+    ),
+    _published(
+        "simple-cnaps-meta-dataset",
+        "meta-dataset-checkpoints/best_simple_cnaps.pt",
+        "9c0ca4595baa05ab886b2abd72d01c1faeac095e",
+        size=79_125_192,
+        adaptation="film",
+        trained_on=_META_DATASET,
+        accuracies={  # Bateni et al., CVPR 2020, table 1
+            "ILSVRC": (58.6, 1.1),
+            "Omniglot": (91.7, 0.6),
+            "Aircraft": (82.4, 0.7),
+            "Birds": (74.9, 0.8),
+            "DTD": (67.8, 0.8),
+            "QuickDraw": (77.7, 0.7),
+            "Fungi": (46.9, 1.0),
+            "VGG Flower": (90.7, 0.5),
+            "Traffic Signs": (73.5, 0.7),
+            "MSCOCO": (46.2, 1.1),
+            "MNIST": (93.9, 0.4),
+            "CIFAR10": (74.3, 0.7),
+            "CIFAR100": (60.5, 1.0),
+        },
+    ),
+    _published(
+        "simple-ar-cnaps-meta-dataset",
+        "meta-dataset-checkpoints/best_simple_ar_cnaps.pt",
+        "a26a3a0fcf8bda2fc79e0149ac9d679a76286f75",
+        size=98_307_784,
+        adaptation="auto-regressive",
+        trained_on=_META_DATASET,
+        accuracies={  # Bateni et al., CVPR 2020, table 1
+            "ILSVRC": (56.5, 1.1),
+            "Omniglot": (91.1, 0.6),
+            "Aircraft": (81.8, 0.8),
+            "Birds": (74.3, 0.9),
+            "DTD": (72.8, 0.7),
+            "QuickDraw": (75.2, 0.8),
+            "Fungi": (45.6, 1.0),
+            "VGG Flower": (90.3, 0.5),
+            "Traffic Signs": (74.7, 0.7),
+            "MSCOCO": (44.3, 1.1),
+            "MNIST": (95.7, 0.3),
+            "CIFAR10": (69.9, 0.8),
+            "CIFAR100": (53.6, 1.0),
+        },
+    ),
+    _published(
+        "no-adaptation-meta-dataset",
+        "pretrained_resnets/pretrained_resnet_meta_dataset.pt.tar",
+        "74a8467d9a93a56e505e08b1a9ece69a8dfa310e",
+        size=44_726_176,
+        adaptation="none",
+        trained_on="the training classes of ILSVRC-2012 in Meta-Dataset, supervised, no meta-training",
+    ),
+    _published(
+        "no-adaptation-mini-imagenet",
+        "pretrained_resnets/pretrained_resnet_mini_imagenet.pt.tar",
+        "55a1f2cd60aa3aebe77b2b91cae9b4b4a1faf79d",
+        size=44_726_176,
+        adaptation="none",
+        trained_on="the training classes of mini-ImageNet, supervised, no meta-training",
+    ),
+)
+
+#: The records by name, "default" first.
+CHECKPOINTS: dict[str, CheckpointRecord] = {record.name: record for record in _RECORDS}

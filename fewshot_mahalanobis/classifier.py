@@ -1,0 +1,661 @@
+"""A scikit-learn classifier over images, by Simple CNAPS."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import Tags
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from fewshot_mahalanobis.checkpoints import load_checkpoint
+from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.heads import HEADS, Head, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.networks.film import BlockFilm, Film
+from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS
+from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask, SimpleCNAPS
+from fewshot_mahalanobis.onnx_export import write_onnx
+
+_FILE_FORMAT = "fewshot_mahalanobis.SimpleCNAPSClassifier"
+_FILE_VERSION = 1
+
+
+class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
+    """Image classifier that learns its classes from a few images each, in one forward pass.
+
+    Fitting adapts a pretrained ResNet18 to the support images by FiLM layers and describes each class by a
+    Gaussian of their adapted features; a query goes to the class of the smallest Mahalanobis distance.
+    There is no training: ``fit`` takes as long as extracting the features of the support images.
+
+    Wherever a method takes images, they are any of: a list of file paths, of PIL images, of arrays
+    (h, w, 3) or (h, w), of tensors (3, h, w), or of all of these mixed, each of its own size; an array
+    (n, h, w, 3) or (n, h, w); a tensor (n, 3, h, w) or (n, 1, h, w). Arrays and tensors are uint8, or float
+    in [0, 1]. EXIF orientation is applied, transparency laid on white, and each image resized to a square.
+
+    Parameters
+    ----------
+    checkpoint : str, path or SimpleCNAPS, default="default"
+        The pretrained model: a name of :func:`available_checkpoints`, a folder, a Hub repository
+        ("user/repo", optionally "@revision"), or the module itself, of which a copy is used.
+    head : str or nn.Module, default="mahalanobis"
+        How queries are classified on the adapted features: "mahalanobis", "euclidean", "manhattan", "cosine",
+        "dot_product", or "linear" (the learned classifier of CNAPS, which only a checkpoint trained with it
+        has). The checkpoint's own head is used, with its settings, where it is of that name. Or a head object.
+    adapt : bool, default=True
+        False leaves the network as pretrained ("No Adaptation").
+    device : str or torch.device, default="auto"
+        Where the network runs; "auto" is CUDA where there is one, else the CPU.
+    precision : {"auto", "float32", "bfloat16"}, default="auto"
+        Of the network's convolutions; the head always computes in float32 or better. "auto" is bfloat16 on
+        CUDA devices that have it natively and float32 elsewhere. Other than float32, results may vary in
+        their third digit with the batch an image is in.
+    batch_size : int, default=64
+        Images in work at a time. It bounds memory and does not change results.
+    n_jobs : int, optional
+        Threads that decode images, counted as scikit-learn does (-1: all cores). Default: the usable
+        cores, at most 4.
+    verbose : int, default=0
+        1 shows progress bars.
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (k,)
+        The labels, sorted, of the type given to ``fit``.
+    class_counts_ : int64 ndarray of shape (k,)
+        Support images of each class.
+    n_features_out_ : int
+        Entries of a feature vector, 512.
+    device_ : torch.device
+    model_ : SimpleCNAPS
+        The pretrained model, unadapted.
+    task_ : AdaptedTask
+        The model adapted to the support set.
+
+    References
+    ----------
+    Bateni, Goyal, Masrani, Wood, Sigal: Improved Few-Shot Visual Classification. CVPR 2020.
+
+    Examples
+    --------
+    >>> from fewshot_mahalanobis import SimpleCNAPSClassifier
+    >>> from sklearn.datasets import load_digits
+    >>> digits = load_digits()
+    >>> images = digits.images / 16
+    >>> classifier = SimpleCNAPSClassifier().fit(images[:50], digits.target[:50])
+    >>> classifier.predict(images[50:53]).shape
+    (3,)
+    """
+
+    classes_: NDArray[Any]
+    class_counts_: NDArray[np.int64]
+    n_features_out_: int
+    device_: torch.device
+    model_: SimpleCNAPS
+    task_: AdaptedTask
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str] | SimpleCNAPS = "default",
+        *,
+        head: str | nn.Module = "mahalanobis",
+        adapt: bool = True,
+        device: str | torch.device = "auto",
+        precision: str = "auto",
+        batch_size: int = 64,
+        n_jobs: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.head = head
+        self.adapt = adapt
+        self.device = device
+        self.precision = precision
+        self.batch_size = batch_size
+        self.n_jobs = n_jobs
+        self.verbose = verbose
+
+    # ---------------------------------------------------------------- fitting
+
+    def fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
+        """Adapt to a support set. After an error the classifier is what it was before.
+
+        Parameters
+        ----------
+        X : collection of n images
+            The support set, in any order; see the class for the kinds.
+        y : array-like of shape (n,)
+            Their labels: strings, or numbers of one type (integers, Booleans, whole floats). At least two
+            different ones.
+
+        Returns
+        -------
+        SimpleCNAPSClassifier
+            Itself.
+
+        Raises
+        ------
+        ValueError
+            An image or a label cannot be used (the message names it; :class:`~fewshot_mahalanobis.images.ImageError`
+            for images), their numbers differ, there is one class only, or a constructor argument is unknown.
+        """
+        device = _device(self.device)
+        dtype = _dtype(self.precision, device)
+        model = self._pretrained().to(device)
+        head = _head(self.head, model)
+        batches = self._batches(X, model.image_size)
+        labels = _checked_labels(y, batches.n_images)
+        classes, codes = np.unique(labels, return_inverse=True)
+        if len(classes) < 2:
+            raise ValueError(f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}")
+
+        images = torch.cat(list(self._with_progress(batches, "fit")))
+        task = model.adapt(
+            images, torch.from_numpy(codes), head=head, adapt=self.adapt, dtype=dtype, batch_size=batches.batch_size
+        )
+        self.device_, self.model_ = device, model
+        self.n_features_out_ = task.support_features.shape[1]
+        self._set_task(task, classes)
+        return self
+
+    def partial_fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
+        """Add support images, of known or of new classes.
+
+        The network stays adapted as by the first ``fit``, and the result is that of one fit to all support
+        images so far under that adaptation. On a classifier not yet fitted this is ``fit``.
+
+        Parameters
+        ----------
+        X : collection of n images
+        y : array-like of shape (n,)
+            Labels of the same type (string, integer, ...) as the ones before. New ones become classes, and
+            ``classes_`` stays sorted, so the columns of the logits may move.
+
+        Returns
+        -------
+        SimpleCNAPSClassifier
+            Itself.
+
+        Raises
+        ------
+        ValueError
+            As ``fit``, or a label is of another type than the earlier ones. The fitted state is kept.
+        """
+        if not hasattr(self, "task_"):
+            return self.fit(X, y)
+        batches = self._batches(X, self.model_.image_size)
+        labels = _checked_labels(y, batches.n_images)
+        kind, known = _label_kind(labels.tolist()[0]), _label_kind(self.classes_.tolist()[0])
+        if kind != known:
+            raise ValueError(
+                f"label {labels.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
+            )
+        classes = np.unique(np.concatenate([self.classes_, labels]))
+        before = np.searchsorted(classes, self.classes_)[self.task_.support_labels.cpu().numpy()]
+        codes = np.concatenate([before, np.searchsorted(classes, labels)])
+
+        features = [self._features(images) for images in self._with_progress(batches, "partial_fit")]
+        task = self.task_.refit(torch.cat([self.task_.support_features, *features]), torch.from_numpy(codes))
+        self._set_task(task, classes)
+        return self
+
+    def _pretrained(self) -> SimpleCNAPS:
+        """Make a model of this classifier's own."""
+        if isinstance(self.checkpoint, SimpleCNAPS):
+            return copy.deepcopy(self.checkpoint).eval()
+        return load_checkpoint(self.checkpoint)
+
+    def _set_task(self, task: AdaptedTask, classes: NDArray[Any]) -> None:
+        self.task_ = task
+        self.classes_ = classes
+        self.class_counts_ = np.bincount(task.support_labels.cpu().numpy(), minlength=len(classes))
+
+    # ---------------------------------------------------------------- queries
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """Labels of query images.
+
+        Images are decoded, classified and dropped batch by batch, so any number of paths fits in memory. Every
+        query is classified on its own: the others in ``X`` do not matter.
+
+        Parameters
+        ----------
+        X : collection of m images
+
+        Returns
+        -------
+        ndarray of shape (m,)
+            Of the type given to ``fit``.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+        ValueError
+            An image cannot be used; the message names it.
+        """
+        chosen = [logits.argmax(dim=1).cpu() for logits in self._logits(X, "predict")]
+        return self.classes_[torch.cat(chosen).numpy()]
+
+    def decision_function(self, X: Any) -> NDArray[np.float32]:
+        """Logits of query images; for the Mahalanobis head -s times the squared distance to each class.
+
+        Parameters
+        ----------
+        X : collection of m images
+
+        Returns
+        -------
+        float32 ndarray of shape (m, k), or (m,) for two classes
+            Columns in the order of ``classes_``. For two classes, as scikit-learn's scorers expect, the
+            log-odds of ``classes_[1]``: its logit less the other's.
+        """
+        logits = torch.cat([logits.cpu() for logits in self._logits(X, "decision_function")])
+        return (logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits).numpy()
+
+    def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
+        """Log-probabilities of the classes: the log-softmax of the logits (equation 1).
+
+        Parameters
+        ----------
+        X : collection of m images
+
+        Returns
+        -------
+        float64 ndarray of shape (m, k)
+            Columns in the order of ``classes_``.
+        """
+        logits = torch.cat([logits.cpu() for logits in self._logits(X, "predict_proba")])
+        return torch.log_softmax(logits.double(), dim=1).numpy()
+
+    def predict_proba(self, X: Any) -> NDArray[np.float64]:
+        """Probabilities of the classes: the softmax of the logits (equation 1).
+
+        Parameters
+        ----------
+        X : collection of m images
+
+        Returns
+        -------
+        float64 ndarray of shape (m, k)
+            Rows sum to 1; columns in the order of ``classes_``.
+        """
+        return np.exp(self.predict_log_proba(X))
+
+    def transform(self, X: Any) -> NDArray[np.float32]:
+        """Adapted features of images.
+
+        Parameters
+        ----------
+        X : collection of m images
+
+        Returns
+        -------
+        float32 ndarray of shape (m, 512)
+        """
+        check_is_fitted(self)
+        batches = self._batches(X, self.model_.image_size)
+        features = [self._features(images).cpu() for images in self._with_progress(batches, "transform")]
+        return torch.cat(features).numpy()
+
+    def _logits(self, X: Any, name: str) -> Iterator[Tensor]:
+        check_is_fitted(self)
+        batches = self._batches(X, self.model_.image_size)
+        for images in self._with_progress(batches, name):
+            yield self.task_.head_logits(self._features(images))
+
+    def _features(self, images: Tensor) -> Tensor:
+        return self.task_.features(images, len(images))
+
+    def _batches(self, X: Any, size: int) -> ImageBatches:
+        return ImageBatches(X, size, batch_size=self.batch_size, n_jobs=self.n_jobs)
+
+    def _with_progress(self, batches: ImageBatches, name: str) -> Iterator[Tensor]:
+        with tqdm(total=batches.n_images, desc=name, unit="image", disable=not self.verbose) as bar:
+            for images in batches:
+                yield images
+                bar.update(len(images))
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.one_d_array = True  # of paths
+        tags.input_tags.two_d_array = False
+        tags.input_tags.three_d_array = True
+        tags.input_tags.string = True
+        return tags
+
+    # ---------------------------------------------------------------- keeping
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__())
+        if "task_" in state:
+            # All on the CPU, so that the pickle opens on a machine without this device, and the folded network left
+            # out, as the model and the FiLM parameters give it back.
+            model, task = state["model_"], state["task_"]
+            head = None if task.head is model.head else copy.deepcopy(task.head).cpu()
+            state["model_"] = model if model.device.type == "cpu" else copy.deepcopy(model).cpu()
+            state["task_"] = {
+                "film": _film_to(task.film, torch.device("cpu")),
+                "head": head,
+                "support_features": task.support_features.cpu(),
+                "support_labels": task.support_labels.cpu(),
+            }
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "task_" in state:
+            try:
+                device = _device(self.device_)
+            except ValueError:
+                device = torch.device("cpu")
+                warnings.warn(f"there is no device {self.device_} here: the classifier is on the CPU", stacklevel=2)
+            packed = state["task_"]
+            self.device_ = device
+            self.model_.to(device)
+            head = self.model_.head if packed["head"] is None else packed["head"].to(device)
+            task = AdaptedTask(self.model_, _film_to(packed["film"], device), head, _dtype(self.precision, device))
+            self.task_ = task.refit(packed["support_features"], packed["support_labels"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fitted classifier to one file, which needs no checkpoint and no pickle to load.
+
+        It is a safetensors file with the pretrained weights, the FiLM parameters and the support features, and JSON
+        in its header. Weights are stored as float16 where that loses nothing. The file appears whole or not at all.
+
+        Parameters
+        ----------
+        path : path
+            An existing file is replaced.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+        ValueError
+            ``head`` is an object of a class of your own or a ``LinearHead``. (Pickling keeps any head.)
+        OSError
+            The file cannot be written.
+        """
+        check_is_fitted(self)
+        path, head = Path(path), _head_to_json(self.head)
+        tensors = {f"model.{name}": tensor for name, tensor in self.model_.state_dict().items()}
+        tensors |= _film_tensors(self.task_.film)
+        tensors = {name: _smallest_lossless(tensor.detach().cpu()) for name, tensor in tensors.items()}
+        tensors["support_features"] = self.task_.support_features.cpu().contiguous()
+        tensors["support_labels"] = self.task_.support_labels.cpu().contiguous()
+        parameters = self.get_params(deep=False)
+        checkpoint = parameters.pop("checkpoint")
+        header = {
+            "version": _FILE_VERSION,
+            "digest": _digest(tensors),
+            "model": self.model_.config,
+            "checkpoint": None if isinstance(checkpoint, SimpleCNAPS) else os.fspath(checkpoint),
+            "parameters": {
+                "head": head,
+                "adapt": bool(self.adapt),
+                "precision": self.precision,
+                "batch_size": int(self.batch_size),
+                "n_jobs": None if self.n_jobs is None else int(self.n_jobs),
+                "verbose": int(self.verbose),
+            },
+            "labels": {"dtype": self.classes_.dtype.str, "classes": self.classes_.tolist()},
+        }
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as folder:
+            temporary = Path(folder) / path.name
+            save_file(tensors, temporary, metadata={"format": _FILE_FORMAT, "classifier": json.dumps(header)})
+            os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "auto") -> SimpleCNAPSClassifier:
+        """Read a classifier that :meth:`save` wrote, on this or another device.
+
+        Parameters
+        ----------
+        path : path
+        device : str or torch.device, default="auto"
+            Where it is to run, whatever it ran on before.
+
+        Returns
+        -------
+        SimpleCNAPSClassifier
+            Fitted.
+
+        Raises
+        ------
+        FileNotFoundError
+        ValueError
+            The file is of another kind, of a newer version, damaged or incomplete.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no saved classifier at {path}")
+        target = _device(device)
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != _FILE_FORMAT:
+                    raise ValueError(f"{path} is a safetensors file, but not one that SimpleCNAPSClassifier.save wrote")
+                header = json.loads(metadata["classifier"])
+                if header["version"] > _FILE_VERSION:
+                    raise ValueError(
+                        f"{path} was written by a newer version (format {header['version']}, this one reads up to "
+                        f"{_FILE_VERSION}): upgrade fewshot_mahalanobis"
+                    )
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file, or is damaged or cut short: {error}") from error
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} has a damaged header: {error!r}") from error
+        if header.get("digest") != _digest(tensors):
+            raise ValueError(f"{path} is damaged: its contents do not match their digest")
+        try:
+            return cls._restored(header, tensors, device, target)
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{path} is incomplete or does not fit together: {error!r}") from error
+
+    def export_onnx(self, path: str | os.PathLike[str]) -> None:
+        """Write the adapted network and its fitted head as one ONNX file, in float32.
+
+        Input "images": float32 (n, 3, s, s), RGB, value / 127.5 - 1, s the model's image size (84 by default).
+        Output "logits": float32 (n, k), a column for each label. The labels are the property "classes", as JSON.
+
+        Parameters
+        ----------
+        path : path
+            An existing file is replaced, whole or not at all.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+        ImportError
+            The packages of the extra ``onnx`` are absent.
+        ValueError
+            The head is of a class of your own, or there are so many classes and support images that the head's
+            matrices, of as many rows as there are support images (at most 512), exceed a file's limit.
+        """
+        check_is_fitted(self)
+        write_onnx(self.model_, self.task_, path, self.classes_.tolist())
+
+    @classmethod
+    def _restored(
+        cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor], device: str | torch.device, target: torch.device
+    ) -> SimpleCNAPSClassifier:
+        weights = {
+            name.removeprefix("model."): tensor.float() if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+            if name.startswith("model.")
+        }
+        with torch.device("meta"):  # neither memory nor the global random generator is spent on initial weights
+            model = SimpleCNAPS(**header["model"])
+        model.load_state_dict(weights, assign=True)
+        model.eval().to(target)
+        checkpoint = header["checkpoint"] if header["checkpoint"] is not None else model
+        parameters = {**header["parameters"], "head": _head_from_json(header["parameters"]["head"])}
+        classifier = cls(checkpoint, device=device, **parameters)
+        film = _film_to(_film_from_tensors(tensors), target)
+        task = AdaptedTask(model, film, _head(classifier.head, model), _dtype(classifier.precision, target))
+        task = task.refit(tensors["support_features"], tensors["support_labels"])
+        classifier.device_, classifier.model_ = target, model
+        classifier.n_features_out_ = task.support_features.shape[1]
+        classifier._set_task(task, np.array(header["labels"]["classes"], dtype=header["labels"]["dtype"]))
+        return classifier
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch says "not compiled" by an assertion
+        raise ValueError(f"device {device!r} cannot be used here: {error}") from error
+
+
+def _dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        precision = "bfloat16" if native else "float32"
+    if precision not in ("float32", "bfloat16"):
+        raise ValueError(f"precision must be 'auto', 'float32' or 'bfloat16', got {precision!r}")
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def _head(head: str | nn.Module, model: SimpleCNAPS) -> Head:
+    """Find or make the head that a constructor argument stands for, on the model's device."""
+    if isinstance(head, nn.Module):
+        return copy.deepcopy(head).to(model.device).eval()  # type: ignore[return-value]
+    if head not in HEADS:
+        raise ValueError(f"head must be one of {sorted(HEADS)} or a head object, got {head!r}")
+    if head == model.config["head"]:
+        return model.head
+    if head == "linear":
+        raise ValueError(
+            f"the checkpoint has no trained linear head, its head is {model.config['head']!r}: "
+            "choose another head or a checkpoint of CNAPS"
+        )
+    return HEADS[head]().to(model.device)
+
+
+def _head_to_json(head: str | nn.Module) -> str | dict[str, Any]:
+    """Describe a head by its name, or by the settings of a Mahalanobis head."""
+    if isinstance(head, str):
+        return head
+    if type(head) is MahalanobisHead and type(head.covariance) is RegularizedCovariance:
+        covariance = head.covariance
+        settings = (covariance.beta, covariance.task_covariance, covariance.one_shot_covariance)
+        return {"scale": head.scale, "covariance": settings}
+    for name, known in HEADS.items():
+        if type(head) is known and known is not LinearHead:
+            return name
+    raise ValueError(
+        f"a {type(head).__name__} object as head cannot be written to a file: name one of {sorted(HEADS)}, "
+        "or pickle the classifier"
+    )
+
+
+def _head_from_json(head: str | dict[str, Any]) -> str | nn.Module:
+    if isinstance(head, str):
+        return head
+    return MahalanobisHead(RegularizedCovariance(*head["covariance"]), head["scale"])
+
+
+# -------------------------------------------------------------------- labels
+
+
+def _checked_labels(y: ArrayLike, n_images: int) -> NDArray[Any]:
+    """``y`` as an array of shape (n_images,) of strings or of numbers of one type."""
+    if y is None:
+        raise ValueError("there are no labels: y is None")
+    values = np.asarray(y, dtype=object)
+    if values.ndim != 1:
+        raise ValueError(f"y must have one dimension, a label for each image; its shape is {values.shape}")
+    if len(values) != n_images:
+        raise ValueError(f"there are {n_images} images but {len(values)} labels: each image needs one")
+    first = _label_kind(values[0])
+    for index, value in enumerate(values):
+        kind = _label_kind(value)
+        if kind is None:
+            raise ValueError(
+                f"y[{index}] is {value!r}: every label must be a string or a whole number, with none missing"
+            )
+        if kind != first:
+            raise ValueError(f"y[{index}] is {value!r}, a {kind}, but y[0] is {values[0]!r}, a {first}: use one type")
+    labels = np.asarray(y)
+    # Objects other than strings (pandas' nullable integers, say) take the number type they stand for.
+    return labels if labels.dtype.kind in "Ubiuf" or first == "string" else np.array(values.tolist())
+
+
+def _label_kind(value: Any) -> str | None:
+    """Name the type of one label; None if it cannot be one."""
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, bool | np.bool_):
+        return "Boolean"
+    if isinstance(value, Integral):
+        return "whole number"
+    if isinstance(value, Real) and float(value).is_integer():
+        return "float"
+    return None
+
+
+# -------------------------------------------------------------------- files
+
+
+def _smallest_lossless(tensor: Tensor) -> Tensor:
+    """Copy in float16 if every value survives that, else as it is."""
+    half = tensor.to(torch.float16)
+    lossless = tensor.dtype == torch.float32 and torch.equal(half.float(), tensor)
+    return half.contiguous() if lossless else tensor.contiguous().clone()
+
+
+def _film_tensors(film: Film | None) -> dict[str, Tensor]:
+    if film is None:
+        return {}
+    return {
+        f"film.{layer}.{block}.{name}": tensor
+        for layer, blocks in enumerate(film)
+        for block, parameters in enumerate(blocks)
+        for name, tensor in parameters._asdict().items()
+    }
+
+
+def _film_from_tensors(tensors: Mapping[str, Tensor]) -> Film | None:
+    if not any(name.startswith("film.") for name in tensors):
+        return None
+    return [
+        [
+            BlockFilm(*(tensors[f"film.{layer}.{block}.{name}"].float() for name in BlockFilm._fields))
+            for block in range(BLOCKS_PER_LAYER)
+        ]
+        for layer in range(len(LAYER_WIDTHS))
+    ]
+
+
+def _film_to(film: Film | None, device: torch.device) -> Film | None:
+    if film is None:
+        return None
+    return [[BlockFilm(*(tensor.to(device) for tensor in block)) for block in blocks] for blocks in film]
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the names, types, shapes and bytes of tensors on the CPU."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

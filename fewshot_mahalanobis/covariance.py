@@ -1,0 +1,482 @@
+"""Regularised class covariances and Mahalanobis distances, without ever building a d x d matrix per class.
+
+Equation 3 of Bateni et al., "Improved Few-Shot Visual Classification", CVPR 2020:
+
+    Q_k = lambda_k Sigma_k + (1 - lambda_k) Sigma + beta I,    lambda_k = n_k / (n_k + 1)
+
+Sigma_k has rank below n_k and Sigma rank below n, so with root matrices B^T B = Sigma (n rows) and
+A_k^T A_k = Sigma_k (n_k rows) everything is a product of thin matrices. Two steps, both exact:
+
+1. The part shared by all classes of one shot count, S = (1 - lambda) Sigma + beta I, is whitened once: a linear
+   map T with T^T T = S^-1. For n >= d, T is the inverse Cholesky factor of S. For n < d only an n x n matrix is
+   factored: x^T S^-1 x = min_b { ||x - B'^T b||^2 + ||b||^2 } / beta with B' = sqrt((1 - lambda) / beta) B (ridge
+   regression and its dual), so T x stacks that residual and those coefficients.
+2. In whitened space Q_k becomes I + F_k^T F_k with F_k = sqrt(lambda_k) A_k T^T (n_k rows). The Woodbury identity
+   needs the n_k x n_k matrix I + F_k F_k^T alone, batched over the classes of one shot count.
+
+Operations, with p = min(d, d + n if n < d) the whitened width: fit n d min(n, d) + min(n, d)^3 / 3 for each distinct
+shot count, then n_k^2 p + n_k^3 / 3 a class; m queries cost m d min(n, d) for each distinct shot count and m n_k p a
+class, as matrix products. A class with n_k >= d gets the Cholesky factor of its d x d matrix instead: from there on
+it is cheaper to fit, cheaper per query (d^2 / 2 against n_k d) and no larger (d^2 against n_k d numbers), so memory
+grows with n d either way.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+#: Most numbers in one temporary of a chunk of queries (32 MB in float64).
+_CHUNK_NUMBERS = 2**22
+#: A difference that keeps less than this many roundings of its terms counts as cancelled (1e-4 of them in float64).
+_CANCELLED = 2.0**39
+
+
+def check_features(features: Tensor, name: str, width: int | None = None) -> None:
+    """Raise ValueError unless ``features`` is a finite floating-point matrix (n, d), d equal to ``width`` if given."""
+    if features.ndim != 2 or features.shape[1] == 0:
+        raise ValueError(f"{name} must have shape (n, d) with d >= 1, got {tuple(features.shape)}")
+    if not features.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {features.dtype}")
+    if width is not None and features.shape[1] != width:
+        raise ValueError(f"{name} have {features.shape[1]} columns, but the support features had {width}")
+    finite = torch.isfinite(features).all(dim=1)
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        raise ValueError(f"row {row} of {name} holds NaN or infinity")
+
+
+def check_support(features: Tensor, labels: Tensor) -> Tensor:
+    """Validate a support set and count its shots.
+
+    Parameters
+    ----------
+    features : Tensor of shape (n, d)
+    labels : int64 Tensor of shape (n,)
+
+    Returns
+    -------
+    counts : int64 Tensor of shape (k,)
+        Examples of each class.
+
+    Raises
+    ------
+    ValueError
+        On a wrong shape or dtype, NaN or infinity, no example at all, or a class of 0..k-1 without an example.
+    """
+    check_features(features, "support features")
+    if labels.dtype != torch.int64 or labels.ndim != 1:
+        raise ValueError(f"support labels must be int64 of shape (n,), got {labels.dtype} {tuple(labels.shape)}")
+    if len(labels) != len(features):
+        raise ValueError(f"{len(features)} support features but {len(labels)} labels")
+    if labels.device != features.device:
+        raise ValueError(f"support features are on {features.device} but the labels on {labels.device}")
+    if len(labels) == 0:
+        raise ValueError("the support set is empty: at least one example is needed")
+    classes, counts = torch.unique(labels, return_counts=True)
+    if classes[0] < 0:
+        raise ValueError(f"labels must be 0..k-1, got {int(classes[0])}")
+    if classes[-1] != len(classes) - 1:
+        missing = int((classes != torch.arange(len(classes), device=classes.device)).nonzero()[0])
+        raise ValueError(
+            f"class {missing} has no support example although label {int(classes[-1])} occurs: "
+            "labels must be 0..k-1, each with at least one example"
+        )
+    return counts
+
+
+def result_dtype(features: Tensor) -> torch.dtype:
+    """Return the dtype of means and distances: the features', float32 at least."""
+    return torch.promote_types(features.dtype, torch.float32)
+
+
+def full_precision(features: Tensor) -> torch.autocast:
+    """Make a context in which autocast is off on the features' device."""
+    return torch.autocast(device_type=features.device.type, enabled=False)
+
+
+def class_means(features: Tensor, labels: Tensor) -> Tensor:
+    """Mean support feature of each class, mu_k.
+
+    Parameters
+    ----------
+    features : Tensor of shape (n, d)
+    labels : int64 Tensor of shape (n,)
+        0..k-1.
+
+    Returns
+    -------
+    means : Tensor of shape (k, d)
+        In the dtype of the features, float32 at least.
+
+    Raises
+    ------
+    ValueError
+        As ``check_support``.
+    """
+    counts = check_support(features, labels)
+    features = features.to(result_dtype(features))
+    sums = features.new_zeros(len(counts), features.shape[1]).index_add(0, labels, features)
+    return sums / counts[:, None]
+
+
+class RegularizedCovariance(nn.Module):
+    """Class Gaussians with the regularised covariance Q_k of equation 3 (Bateni et al., CVPR 2020).
+
+    Q_k = lambda_k Sigma_k + (1 - lambda_k) Sigma + beta I with lambda_k = n_k / (n_k + 1): Sigma_k is the covariance
+    of the n_k support features of class k, Sigma that of all n support features, both unbiased (n - 1), and zero for
+    a single example.
+
+    Parameters
+    ----------
+    beta : float
+        Weight of the identity, > 0, in squared feature units.
+    task_covariance : bool
+        False leaves out the task covariance, Q_k = Sigma_k + beta I: the ablation "-TR" (lambda_k = 1) of the paper.
+    one_shot_covariance : {"zero", "published"}
+        Sigma_k of a class with one example: zero as in the paper, or what the published implementation computes and
+        its weights expect: the variance c of the d entries of that feature vector (d - 1), in every entry of Sigma_k.
+
+    Raises
+    ------
+    ValueError
+        If ``beta`` is not positive and finite or ``one_shot_covariance`` is unknown.
+    """
+
+    def __init__(
+        self,
+        beta: float = 1.0,
+        task_covariance: bool = True,
+        one_shot_covariance: str = "zero",
+    ) -> None:
+        super().__init__()
+        if not (beta > 0 and math.isfinite(beta)):
+            raise ValueError(f"beta must be positive and finite, got {beta!r}")
+        if one_shot_covariance not in ("zero", "published"):
+            raise ValueError(f'one_shot_covariance must be "zero" or "published", got {one_shot_covariance!r}')
+        self.beta = float(beta)
+        self.task_covariance = task_covariance
+        self.one_shot_covariance = one_shot_covariance
+
+    def forward(self, features: Tensor, labels: Tensor) -> ClassGaussians:
+        """Fit the Gaussian of each class; differentiable with respect to the features.
+
+        Parameters
+        ----------
+        features : Tensor of shape (n, d)
+            Any floating-point dtype, finite. All arithmetic is in float64 (float32 on devices without it) and
+            outside autocast; results come back in the features' dtype, float32 at least.
+        labels : int64 Tensor of shape (n,)
+            0..k-1, every class with at least one example.
+
+        Returns
+        -------
+        ClassGaussians
+
+        Raises
+        ------
+        ValueError
+            On a wrong shape or dtype, NaN or infinity (the row is named), an empty support set, a class without an
+            example (the class is named), or features so large that ``beta`` is lost to rounding.
+        """
+        counts = check_support(features, labels)
+        with full_precision(features):
+            return ClassGaussians(features, labels, counts, self)
+
+    def extra_repr(self) -> str:
+        """Name the settings in ``repr``."""
+        return (
+            f"beta={self.beta}, task_covariance={self.task_covariance}, "
+            f"one_shot_covariance={self.one_shot_covariance!r}"
+        )
+
+
+class ClassGaussians:
+    """A Gaussian N(mu_k, Q_k) for each class; made by ``RegularizedCovariance``.
+
+    It holds thin factors of Q_k, in all O(n d) numbers; only ``covariance`` and ``precision`` build (k, d, d).
+
+    Attributes
+    ----------
+    means : Tensor of shape (k, d)
+        Class means mu_k.
+    counts : int64 Tensor of shape (k,)
+        Support examples n_k.
+    """
+
+    def __init__(self, features: Tensor, labels: Tensor, counts: Tensor, settings: RegularizedCovariance) -> None:
+        self.counts = counts
+        self._dtype = result_dtype(features)
+        self._beta = settings.beta
+        # Distances do not change when everything moves by the task mean, and products of centred features are exact
+        # where those of uncentred ones cancel.
+        x = features.to(_working_dtype(features))
+        self._centre = x.mean(dim=0)
+        x = x - self._centre
+        n, d = x.shape
+        self._task = _TaskScatter(x if settings.task_covariance else x[:0], 1.0 / max(n - 1, 1))
+        task_covariance = self._task.covariance() if n >= d else None
+
+        by_class = labels.argsort(stable=True)
+        starts = counts.cumsum(0) - counts
+        self._groups: list[_ClassGroup] = []
+        self._metrics: list[_CholeskyMetric | _LowRankMetric] = []
+        for shots in counts.unique().tolist():
+            classes = (counts == shots).nonzero()[:, 0]
+            members = x[by_class[starts[classes, None] + torch.arange(shots, device=x.device)]]
+            group = _class_group(members, classes, self._centre, settings)
+            self._groups.append(group)
+            if task_covariance is not None and shots >= d:
+                q = _regularised_covariance(group, task_covariance, self._beta)
+                self._metrics.append(_CholeskyMetric(group.means, _cholesky(q)))
+            else:
+                whitening = _whitening(self._task, task_covariance, group.task_weight, self._beta)
+                self._metrics.append(_low_rank_metric(group, whitening))
+        # Column j of the groups' concatenated results belongs to class order[j]; this puts class 0 first.
+        self._columns = torch.cat([group.classes for group in self._groups]).argsort()
+        means = torch.cat([group.means for group in self._groups])[self._columns]
+        self.means = (means + self._centre).to(self._dtype)
+
+    def squared_distance(self, queries: Tensor) -> Tensor:
+        """Squared Mahalanobis distance (x - mu_k)^T Q_k^-1 (x - mu_k): equation 2 without its factor 1/2.
+
+        Parameters
+        ----------
+        queries : Tensor of shape (m, d)
+            Finite; any floating-point dtype.
+
+        Returns
+        -------
+        Tensor of shape (m, k)
+            Never negative, in the dtype of the queries, float32 at least. Temporaries are bounded: queries are
+            served in chunks, and a query's distances do not depend on the others'.
+
+        Raises
+        ------
+        ValueError
+            On a wrong shape or dtype, NaN or infinity.
+        """
+        check_features(queries, "query features", width=self.means.shape[1])
+        with full_precision(queries):
+            numbers = max(metric.numbers_per_query() for metric in self._metrics)
+            chunks = []
+            for chunk in queries.split(max(1, _CHUNK_NUMBERS // numbers)):
+                x = chunk.to(self._centre.dtype) - self._centre
+                chunks.append(torch.cat([metric.squared_distance(x) for metric in self._metrics], dim=1))
+            return torch.cat(chunks)[:, self._columns].to(result_dtype(queries))
+
+    def covariance(self) -> Tensor:
+        """Q_k of every class, dense, shape (k, d, d)."""
+        return self._dense().to(self._dtype)
+
+    def precision(self) -> Tensor:
+        """Inverse of Q_k of every class, dense, shape (k, d, d)."""
+        with full_precision(self.means):
+            return torch.cholesky_inverse(_cholesky(self._dense())).to(self._dtype)
+
+    def _dense(self) -> Tensor:
+        with full_precision(self.means):
+            task_covariance = self._task.covariance()
+            stacks = [_regularised_covariance(group, task_covariance, self._beta) for group in self._groups]
+            return torch.cat(stacks)[self._columns]
+
+
+@dataclass(frozen=True, eq=False)
+class _TaskScatter:
+    """Sigma of all support features, by its rows; no rows where Sigma is left out."""
+
+    rows: Tensor  # centred features (n, d)
+    scale: float  # 1 / (n - 1)
+
+    def covariance(self) -> Tensor:
+        return self.scale * (self.rows.T @ self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _ClassGroup:
+    """The k' classes that share one shot count, hence lambda. ``means`` are centred at the task mean."""
+
+    classes: Tensor  # (k',) class indices
+    means: Tensor  # (k', d)
+    roots: Tensor  # (k', r, d): sqrt(lambda_k) A_k, so that roots^T roots = lambda_k Sigma_k
+    task_weight: float  # 1 - lambda_k
+
+
+def _class_group(members: Tensor, classes: Tensor, centre: Tensor, settings: RegularizedCovariance) -> _ClassGroup:
+    shots, d = members.shape[1:]
+    weight = shots / (shots + 1) if settings.task_covariance else 1.0  # lambda_k
+    means = members.mean(dim=1)
+    if shots == 1 and settings.one_shot_covariance == "published":
+        # c in every entry of Sigma_k is c 1 1^T, of root sqrt(c) 1^T. c is that of the vector before centring. Its
+        # square root has no gradient at zero, so a constant vector (c = 0) is replaced before the root, not after.
+        vectors = members + centre
+        c = (vectors - vectors.mean(dim=2, keepdim=True)).square().sum(dim=2, keepdim=True) / max(d - 1, 1)
+        roots = torch.where(c > 0, torch.where(c > 0, weight * c, 1.0).sqrt(), 0.0).expand(-1, 1, d)
+    else:
+        roots = math.sqrt(weight / max(shots - 1, 1)) * _contrasts(shots, members) @ members
+    return _ClassGroup(classes, means, roots, 1.0 - weight)
+
+
+def _contrasts(n: int, like: Tensor) -> Tensor:
+    """Helmert's orthonormal contrasts C (n - 1, n): C^T C removes the mean, so C X is a root of X's scatter.
+
+    One row fewer than X - mean has; none for a single example, whose covariance is zero.
+    """
+    row = torch.arange(1, n, dtype=like.dtype, device=like.device)[:, None]
+    column = torch.arange(n, dtype=like.dtype, device=like.device)
+    return ((column < row).to(like.dtype) - row * (column == row)) / torch.sqrt(row * (row + 1))
+
+
+def _regularised_covariance(group: _ClassGroup, task_covariance: Tensor, beta: float) -> Tensor:
+    """Equation 3, dense: (k', d, d)."""
+    identity = torch.eye(len(task_covariance), dtype=task_covariance.dtype, device=task_covariance.device)
+    return group.roots.mT @ group.roots + group.task_weight * task_covariance + beta * identity
+
+
+@dataclass(frozen=True, eq=False)
+class _Ridge:
+    """The quadratic form of (I + F^T F)^-1 for F with few rows, held as L L^T = I + F F^T and G = L^-1 F.
+
+    Woodbury: (I + F^T F)^-1 = I - G^T G. Ridge regression on the rows of F: x^T (I + F^T F)^-1 x is the minimum over
+    b of ||x - F^T b||^2 + ||b||^2, attained at b = L^-T G x. The second is a sum of squares: nothing cancels and
+    nothing turns negative.
+    """
+
+    reduction: Tensor  # G (..., r, p)
+    cholesky: Tensor  # L (..., r, r)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Residual x - F^T b (..., m, p) and coefficients b (..., m, r) of each row of ``x`` (..., m, p)."""
+        along = x @ self.reduction.mT
+        return x - along @ self.reduction, torch.linalg.solve_triangular(self.cholesky, along, upper=False, left=False)
+
+
+def _ridge(factor: Tensor) -> _Ridge:
+    identity = torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)
+    cholesky = _cholesky(identity + factor @ factor.mT)
+    return _Ridge(torch.linalg.solve_triangular(cholesky, factor, upper=False), cholesky)
+
+
+@dataclass(frozen=True, eq=False)
+class _CholeskyWhitening:
+    """T = L^-1 for S = L L^T, d x d."""
+
+    cholesky: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.cholesky.mT, x, upper=True, left=False)
+
+
+@dataclass(frozen=True, eq=False)
+class _RidgeWhitening:
+    """T for S = beta (I + F^T F), by way of n x n; T x has d + n entries."""
+
+    ridge: _Ridge
+    beta: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat(self.ridge.parts(x), dim=-1) / math.sqrt(self.beta)
+
+
+@dataclass(frozen=True, eq=False)
+class _ScalarWhitening:
+    """T for S = beta I."""
+
+    beta: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x / math.sqrt(self.beta)
+
+
+_Whitening = _CholeskyWhitening | _RidgeWhitening | _ScalarWhitening
+
+
+def _whitening(task: _TaskScatter, task_covariance: Tensor | None, weight: float, beta: float) -> _Whitening:
+    """T with T^T T = S^-1, S = ``weight`` Sigma + beta I."""
+    if len(task.rows) == 0:
+        return _ScalarWhitening(beta)
+    if task_covariance is not None:
+        identity = torch.eye(len(task_covariance), dtype=task_covariance.dtype, device=task_covariance.device)
+        return _CholeskyWhitening(_cholesky(weight * task_covariance + beta * identity))
+    return _RidgeWhitening(_ridge(math.sqrt(weight * task.scale / beta) * task.rows), beta)
+
+
+@dataclass(frozen=True, eq=False)
+class _CholeskyMetric:
+    """Distances by the d x d factors of Q_k."""
+
+    means: Tensor  # (k', d)
+    cholesky: Tensor  # (k', d, d)
+
+    def numbers_per_query(self) -> int:
+        return self.means.numel()
+
+    def squared_distance(self, x: Tensor) -> Tensor:
+        difference = x - self.means[:, None]  # (k', m, d)
+        whitened = torch.linalg.solve_triangular(self.cholesky, difference.mT, upper=False)
+        return whitened.square().sum(dim=1).T
+
+
+@dataclass(frozen=True, eq=False)
+class _LowRankMetric:
+    """Distances by the Woodbury identity in whitened space, where Q_k is I + F_k^T F_k.
+
+    With w = T x and w_k = T mu_k the squared distance is ||w - w_k||^2 - ||G_k (w - w_k)||^2: two products of
+    matrices for all queries and classes. Both terms are nearly always far from cancelling in float64: the scatter of
+    a class is part of that of the task, so F_k^T F_k <= 2 (n - 1) I whatever the scale of the features, and the
+    difference keeps at least ||w - w_k||^2 / (2 n). A query for which a term does cancel (it lies next to a mean, or
+    the task covariance is left out and features are large) is served by the slower sums of squares.
+    """
+
+    whitening: _Whitening
+    means: Tensor  # w_k (k', p)
+    ridge: _Ridge  # with F_k = T-transformed roots (k', r, p)
+
+    def numbers_per_query(self) -> int:
+        classes, rows, width = self.ridge.reduction.shape
+        return width + classes * (rows + 1)
+
+    def squared_distance(self, x: Tensor) -> Tensor:
+        w = self.whitening(x)
+        norms = w.square().sum(dim=1)[:, None] + self.means.square().sum(dim=1)
+        distance = torch.addmm(norms, w, self.means.T, alpha=-2.0)  # ||w - w_k||^2 (m, k')
+        reduction = self.ridge.reduction
+        of_means = reduction @ self.means[:, :, None]  # G_k w_k (k', r, 1)
+        along = torch.addmm(-of_means.flatten(), w, reduction.flatten(0, 1).T)  # G_k (w - w_k): (m, k' r)
+        reduced = distance - along.unflatten(1, reduction.shape[:2]).square().sum(dim=2)
+        least = _CANCELLED * torch.finfo(w.dtype).eps
+        cancelled = ((distance < least * norms) | (reduced < least * distance)).any(dim=1).nonzero()[:, 0]
+        if len(cancelled):
+            reduced = reduced.index_copy(0, cancelled, self._sum_of_squares(w[cancelled]))
+        return reduced
+
+    def _sum_of_squares(self, w: Tensor) -> Tensor:
+        """Take the same distances from the (m, k', p) residuals, a few queries at a time."""
+        distances = []
+        for chunk in w.split(max(1, _CHUNK_NUMBERS // self.means.numel())):
+            residual, b = self.ridge.parts(chunk - self.means[:, None])
+            distances.append((residual.square().sum(dim=2) + b.square().sum(dim=2)).T)
+        return torch.cat(distances)
+
+
+def _low_rank_metric(group: _ClassGroup, whitening: _Whitening) -> _LowRankMetric:
+    factor = whitening(group.roots.flatten(0, 1)).unflatten(0, group.roots.shape[:2])
+    return _LowRankMetric(whitening, whitening(group.means), _ridge(factor))
+
+
+def _working_dtype(features: Tensor) -> torch.dtype:
+    """Float64: the head is small beside the network, and features of scale 1e3 make Q_k's condition 1e9."""
+    return torch.float32 if features.device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def _cholesky(matrix: Tensor) -> Tensor:
+    try:
+        return torch.linalg.cholesky(matrix)
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(
+            "the support features are so large that beta I is lost to rounding and Q_k is singular: "
+            "scale the features down or raise beta"
+        ) from error

@@ -1,0 +1,5 @@
+"""Evaluation: episodes -> accuracies with 95 % intervals."""
+
+from fewshot_mahalanobis.evaluation.evaluate import Accuracy, Variant, evaluate_source
+
+__all__ = ["Accuracy", "Variant", "evaluate_source"]

@@ -1,0 +1,154 @@
+"""The Mahalanobis classifier of Simple CNAPS for any feature vectors, as a scikit-learn estimator."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets, unique_labels
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.heads import MahalanobisHead
+
+
+class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
+    """Nearest class mean under regularised, class-specific Mahalanobis distances.
+
+    The probability of class k is the softmax of -s (x - mu_k)^T Q_k^-1 (x - mu_k), with Q_k = lambda_k Sigma_k +
+    (1 - lambda_k) Sigma + beta I and lambda_k = n_k / (n_k + 1): equations 1-3 of Bateni et al., "Improved Few-Shot
+    Visual Classification", CVPR 2020. It suits few examples in many dimensions; a class of one example will do.
+
+    Parameters
+    ----------
+    beta : float, default=1.0
+        Weight of the identity in Q_k, > 0, in squared feature units: scale the features, or choose beta, such that
+        it is of the order of a feature's variance.
+    task_covariance : bool, default=True
+        False leaves the covariance of all classes together out: Q_k = Sigma_k + beta I.
+    scale : float, default=1.0
+        s > 0. It sharpens the probabilities and does not change the predictions.
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (k,)
+        Labels seen so far, sorted.
+    class_counts_ : ndarray of shape (k,)
+        Training examples of each class.
+    means_ : ndarray of shape (k, d)
+        Class means.
+    n_features_in_ : int
+        Feature width d.
+    feature_names_in_ : ndarray of shape (d,)
+        Column names, where ``X`` has them and all are strings.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_iris
+    >>> X, y = load_iris(return_X_y=True)
+    >>> MahalanobisClassifier(beta=0.1).fit(X[::10], y[::10]).predict(X[5:6])
+    array([0])
+    """
+
+    def __init__(self, beta: float = 1.0, *, task_covariance: bool = True, scale: float = 1.0) -> None:
+        self.beta = beta
+        self.task_covariance = task_covariance
+        self.scale = scale
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> MahalanobisClassifier:
+        """Fit the Gaussian of each class.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, d)
+        y : array-like of shape (n,)
+            Labels of any type.
+
+        Raises
+        ------
+        ValueError
+            On invalid data or parameters.
+        """
+        fresh = copy(self)
+        features, labels = validate_data(fresh, X, y, dtype=np.float64)
+        check_classification_targets(labels)
+        return self._become(fresh, features, labels, allowed=None)
+
+    def partial_fit(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None) -> MahalanobisClassifier:
+        """Add examples, of known or new classes: equal to ``fit`` on all examples given so far.
+
+        The examples are kept for that, as Sigma and the class covariances need them.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, d)
+        y : array-like of shape (n,)
+        classes : array-like, optional
+            Every label that may ever occur, remembered by later calls; ``classes_`` holds those that have occurred.
+            If no call names them, any label may occur.
+
+        Raises
+        ------
+        ValueError
+            On invalid data, a label outside ``classes``, or ``classes`` other than an earlier call's. The estimator
+            is then as it was.
+        """
+        fresh = copy(self)
+        first = not hasattr(self, "classes_")
+        features, labels = validate_data(fresh, X, y, dtype=np.float64, reset=first)
+        check_classification_targets(labels)
+        allowed = None if first else self._allowed
+        if classes is not None:
+            named = unique_labels(classes)
+            if allowed is not None and not np.array_equal(named, allowed):
+                raise ValueError(f"classes are {named}, but an earlier call to partial_fit named {allowed}")
+            allowed = named
+        if not first:
+            unique_labels(self._labels, labels)  # raises where strings would meet numbers
+            features, labels = np.concatenate([self._features, features]), np.concatenate([self._labels, labels])
+        if allowed is not None and len(unknown := np.setdiff1d(labels, allowed)):
+            raise ValueError(f"label {unknown[0]!r} is not among the classes {allowed}")
+        return self._become(fresh, features, labels, allowed)
+
+    def _become(
+        self,
+        fresh: MahalanobisClassifier,
+        features: NDArray[np.float64],
+        labels: NDArray[Any],
+        allowed: NDArray[Any] | None,
+    ) -> MahalanobisClassifier:
+        """Fit ``fresh``, a copy of this estimator, and take its place: an error leaves this one untouched."""
+        fresh._features, fresh._labels, fresh._allowed = np.array(features), np.array(labels), allowed
+        fresh.classes_, indices, fresh.class_counts_ = np.unique(labels, return_inverse=True, return_counts=True)
+        fresh._head = MahalanobisHead(RegularizedCovariance(self.beta, self.task_covariance), self.scale)
+        fresh._gaussians = fresh._head.fit(torch.from_numpy(fresh._features), torch.tensor(indices, dtype=torch.int64))
+        fresh.means_ = fresh._gaussians.means.numpy()
+        self.__dict__ = fresh.__dict__
+        return self
+
+    def _logits(self, X: ArrayLike) -> torch.Tensor:
+        check_is_fitted(self)
+        queries = validate_data(self, X, dtype=np.float64, reset=False)
+        return self._head.logits(self._gaussians, torch.tensor(queries))
+
+    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Logits -s (x - mu_k)^T Q_k^-1 (x - mu_k), shape (n, k); of two classes, second minus first, shape (n,)."""
+        logits = self._logits(X).numpy()
+        return logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
+        """Label of the nearest class for each row, shape (n,)."""
+        nearest = self._logits(X).argmax(dim=1).numpy()
+        return self.classes_[nearest]
+
+    def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Probability of each class (equation 1), shape (n, k), in the order of ``classes_``."""
+        return self._logits(X).softmax(dim=1).numpy()
+
+    def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Logarithms of the probabilities, shape (n, k); finite where a probability rounds to zero."""
+        return self._logits(X).log_softmax(dim=1).numpy()

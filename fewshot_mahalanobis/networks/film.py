@@ -1,0 +1,67 @@
+"""FiLM, feature-wise linear modulation: gamma * x + beta per feature map (Perez et al., AAAI 2018).
+
+A FiLM layer that follows a BatchNorm in inference mode is that BatchNorm with another scale and shift,
+and both can be absorbed by the convolution before them. The first form is used where gradients flow to
+gamma and beta, the second once a task's adaptation is fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class BlockFilm(NamedTuple):
+    """FiLM parameters of one residual block, each of shape (C,)."""
+
+    gamma1: Tensor
+    beta1: Tensor
+    gamma2: Tensor
+    beta2: Tensor
+
+
+#: FiLM parameters of one residual layer: one ``BlockFilm`` a block.
+LayerFilm = Sequence[BlockFilm]
+#: FiLM parameters of the whole network: one ``LayerFilm`` a layer.
+Film = Sequence[LayerFilm]
+
+
+def film_batch_norm(bn: nn.Module, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    """gamma * bn(x) + beta, with ``bn`` in inference mode whatever mode the module is in.
+
+    Scale and shift stay in float32 when x is in bfloat16, where gamma = 1.002 would round to 1.
+    """
+    if not isinstance(bn, nn.BatchNorm2d):
+        raise ValueError("this network is folded: its adaptation is fixed and takes no FiLM parameters")
+    weight, bias = bn.weight * gamma, bn.bias * gamma + beta
+    return F.batch_norm(x, bn.running_mean, bn.running_var, weight, bias, training=False, eps=bn.eps)
+
+
+@torch.no_grad()
+def fold(conv: nn.Module, bn: nn.Module, gamma: Tensor | None = None, beta: Tensor | None = None) -> nn.Conv2d:
+    """One convolution with bias that computes gamma * bn(conv(x)) + beta, ``bn`` in inference mode."""
+    if not (isinstance(conv, nn.Conv2d) and isinstance(bn, nn.BatchNorm2d)):
+        raise ValueError("this network is folded already")
+    assert bn.running_mean is not None
+    assert bn.running_var is not None
+    # One number a feature map: float64 costs nothing here and saves a rounding.
+    scale = bn.weight.double() / torch.sqrt(bn.running_var.double() + bn.eps)
+    shift = bn.bias.double() - bn.running_mean.double() * scale
+    if gamma is not None and beta is not None:
+        scale, shift = scale * gamma.double(), shift * gamma.double() + beta.double()
+    folded = nn.Conv2d(
+        conv.in_channels,
+        conv.out_channels,
+        conv.kernel_size,  # type: ignore[arg-type]
+        conv.stride,  # type: ignore[arg-type]
+        conv.padding,  # type: ignore[arg-type]
+        device="meta",
+    )
+    weight = conv.weight * scale.to(conv.weight.dtype)[:, None, None, None]
+    folded.weight = nn.Parameter(weight, requires_grad=False)
+    folded.bias = nn.Parameter(shift.to(conv.weight.dtype), requires_grad=False)
+    return folded

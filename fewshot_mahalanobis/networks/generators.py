@@ -1,0 +1,132 @@
+"""The FiLM generators psi_phi: task representation -> FiLM parameters of every block of the network.
+
+Bateni et al., CVPR 2020, appendix on CNAPS; Requeima et al., NeurIPS 2019. The generator proper conditions
+every residual layer on z alone. The auto-regressive one conditions layer j also on what the support set
+looks like after the already adapted layers 1 to j - 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fewshot_mahalanobis.networks.film import BlockFilm, LayerFilm
+from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
+from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES
+
+
+class ResidualDense(nn.Linear):
+    """W x + b + x."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., C) -> (..., C)."""
+        return super().forward(input) + input
+
+
+def _residual_mlp(channels: int) -> list[nn.Module]:
+    """Three residual dense layers with ReLU between them."""
+    return [
+        ResidualDense(channels, channels),
+        nn.ReLU(),
+        ResidualDense(channels, channels),
+        nn.ReLU(),
+        ResidualDense(channels, channels),
+    ]
+
+
+class _BlockProcessors(nn.Module):
+    """One small network and one vector of scales for each of the four FiLM vectors of each block of a layer."""
+
+    def __init__(self, channels: int, conditioned_on: int | None = None) -> None:
+        super().__init__()
+        self.processors = nn.ModuleList()
+        self.scales = nn.ModuleList()
+        for _ in range(BLOCKS_PER_LAYER):
+            networks, scales = nn.ModuleDict(), nn.ParameterDict()
+            for name in BlockFilm._fields:
+                first = [nn.Linear(conditioned_on, channels), nn.ReLU()] if conditioned_on is not None else []
+                networks[name] = nn.Sequential(*first, *_residual_mlp(channels))
+                scales[name] = nn.Parameter(nn.init.normal_(torch.empty(channels), 0.0, 0.001))
+            self.processors.append(networks)
+            self.scales.append(scales)
+
+    def film(self, h: Tensor) -> LayerFilm:
+        """What the layer is conditioned on, as one vector -> FiLM parameters of its blocks."""
+        film = []
+        for networks, scales in zip(self.processors, self.scales, strict=True):
+            vectors = {n: networks[n](h).float() * scales[n] for n in BlockFilm._fields}  # type: ignore[index,operator]
+            # gamma is generated about 1: a fresh generator leaves the network nearly as it is.
+            film.append(BlockFilm(vectors["gamma1"] + 1, vectors["beta1"], vectors["gamma2"] + 1, vectors["beta2"]))
+        return film
+
+
+class LayerGenerator(_BlockProcessors):
+    """FiLM parameters of one residual layer of ``channels`` maps from the task representation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.shared = nn.Sequential(nn.Linear(TASK_FEATURES, channels), nn.ReLU())
+
+    def forward(self, z: Tensor) -> LayerFilm:
+        """Task representation (64,) -> FiLM parameters of the layer's blocks."""
+        return self.film(self.shared(z))
+
+
+class AutoregressiveLayerGenerator(_BlockProcessors):
+    """FiLM parameters of one residual layer from z and the support activations that enter the layer."""
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__(channels, conditioned_on=channels + TASK_FEATURES)
+        self.shared = nn.Sequential(nn.Linear(in_channels, channels), nn.ReLU(), *_residual_mlp(channels))
+        self.shared_post = nn.Sequential(nn.Linear(channels, channels), nn.ReLU())
+
+    def forward(self, z: Tensor, activations: Tensor) -> LayerFilm:
+        """z (64,) and mean-pooled support activations (n, C_in) -> FiLM parameters of the layer's blocks."""
+        h = self.shared_post(self.shared(activations).mean(dim=0))
+        return self.film(torch.cat([h, z]))
+
+
+class FilmGenerator(nn.Module):
+    """FiLM parameters of the four residual layers from the task representation z alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LayerGenerator(channels) for channels in LAYER_WIDTHS)
+
+    def penalty(self) -> Tensor:
+        """Sum of squares of all scales, the quantity that meta-training penalises."""
+        return torch.stack([p.square().sum() for name, p in self.named_parameters() if ".scales." in name]).sum()
+
+    def forward(
+        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
+    ) -> list[LayerFilm]:
+        """z (64,) -> 4 layers of 2 BlockFilm. The support images and the extractor are not looked at."""
+        return [layer(z) for layer in self.layers]
+
+
+class AutoregressiveFilmGenerator(FilmGenerator):
+    """FiLM parameters of layer j from z and the support set's activations after the adapted layers before it."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        widths = (LAYER_WIDTHS[0], *LAYER_WIDTHS)
+        self.layers = nn.ModuleList(
+            AutoregressiveLayerGenerator(i, o) for i, o in zip(widths[:-1], widths[1:], strict=True)
+        )
+
+    def forward(
+        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
+    ) -> list[LayerFilm]:
+        """z (64,), support images (n, 3, h, w) and the frozen network -> 4 layers of 2 BlockFilm.
+
+        The support set passes through the network one layer at a time: the statistics that condition a
+        layer are means over the whole set, so they do not depend on ``chunk_size``.
+        """
+        film: list[LayerFilm] = []
+        maps = [extractor.stem(chunk) for chunk in support_images.split(chunk_size or len(support_images))]
+        for index, layer in enumerate(self.layers):
+            activations = torch.cat([chunk.float().mean(dim=(2, 3)) for chunk in maps])
+            film.append(layer(z, activations))
+            if index + 1 < len(self.layers):
+                maps = [extractor.layer(index, chunk, film[index]) for chunk in maps]
+        return film

@@ -1,0 +1,77 @@
+"""The published implementation's weights under our names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+#: Published names -> ours, applied in order to every key.
+_RENAMES = (
+    (r"^set_encoder\.pre_pooling_fn\.layer(\d)\.0\.", lambda m: f"set_encoder.convs.{int(m[1]) - 1}."),
+    (r"^set_encoder\.pre_pooling_fn\.layer(\d)\.1\.", lambda m: f"set_encoder.norms.{int(m[1]) - 1}."),
+    (r"^feature_extractor\.layer(\d)\.", lambda m: f"feature_extractor.layers.{int(m[1]) - 1}."),
+    (r"^feature_adaptation_network\.", lambda m: "film_generator."),
+    (r"\.shared_layer_post\.", lambda m: ".shared_post."),
+    (r"\.shared_layer\.", lambda m: ".shared."),
+    (r"\.(gamma[12]|beta[12])_processors\.(\d)\.", lambda m: f".processors.{m[2]}.{m[1]}."),
+    (r"\.(gamma[12]|beta[12])_regularizers\.(\d)$", lambda m: f".scales.{m[2]}.{m[1]}"),
+    # Their residual dense layer wraps a Linear; ours is one.
+    (r"^(film_generator\..*)\.linear\.(weight|bias)$", lambda m: f"{m[1]}.{m[2]}"),
+    (r"^classifier_adaptation_network\.weight_means_processor\.", lambda m: "head.weight_network."),
+    (r"^classifier_adaptation_network\.bias_means_processor\.", lambda m: "head.bias_network."),
+)
+_RESNET_KEY = re.compile(r"^(module\.)?(conv1|bn1|layer[1-4]\.\d)\.")
+#: The auto-regressive models list the feature extractor a second time under this prefix.
+_SECOND_COPY = "feature_adaptation_network.feature_extractor."
+
+
+def convert_published_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Tell the model from its keys and rename its weights.
+
+    Returns
+    -------
+    config : dict
+        Arguments of :class:`SimpleCNAPS`.
+    weights : dict of str to Tensor
+
+    Raises
+    ------
+    ValueError
+        The keys are those of no model that is supported.
+    """
+    if "state_dict" in state_dict:
+        state_dict = state_dict["state_dict"]
+    if "conv1.weight" in state_dict or "module.conv1.weight" in state_dict:  # a bare pretrained network
+        state_dict = {
+            "feature_extractor." + key.removeprefix("module."): value
+            for key, value in state_dict.items()
+            if _RESNET_KEY.match(key)  # its ImageNet classifier is left behind
+        }
+    if any(key.startswith("set_encoder.sequential_encoder.") for key in state_dict):
+        raise ValueError("these are weights of Transductive CNAPS, which this version does not support")
+    if "feature_extractor.conv1.weight" not in state_dict:
+        raise ValueError("no published model has these keys: 'feature_extractor.conv1.weight' is not among them")
+    adapts = any(key.startswith("feature_adaptation_network.layers.") for key in state_dict)
+    autoregressive = "feature_adaptation_network.layers.0.shared_layer_post.0.weight" in state_dict
+    linear = any(key.startswith("classifier_adaptation_network.") for key in state_dict)
+    config = {
+        "adaptation": "auto-regressive" if autoregressive else "film" if adapts else "none",
+        "head": "linear" if linear else "mahalanobis",
+        "scale": 1.0,
+        "one_shot_covariance": "published",
+    }
+    weights: dict[str, Tensor] = {}
+    for key, value in state_dict.items():
+        if key.startswith(_SECOND_COPY):
+            continue
+        if key.startswith("set_encoder."):
+            # Without adaptation it has no use; with it, BatchNorm never reads its running statistics.
+            if not adapts or key.endswith(("running_mean", "running_var", "num_batches_tracked")):
+                continue
+        for pattern, name in _RENAMES:
+            key = re.sub(pattern, name, key)
+        weights[key] = value
+    return config, weights

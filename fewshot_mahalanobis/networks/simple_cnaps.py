@@ -1,0 +1,372 @@
+"""Simple CNAPS, whole: set encoder, FiLM generator, FiLM ResNet18 and head (Bateni et al., CVPR 2020, figure 4).
+
+Every variant of the paper is a setting of the one model:
+
+==================  ========================================================
+Simple CNAPS        the default
+Simple AR-CNAPS     ``adaptation="auto-regressive"``
+No adaptation       ``adaptation="none"``
+Metric ablations    ``head="euclidean" | "manhattan" | "cosine" | "dot_product"``
+Simple CNAPS -TR    ``task_covariance=False``
+Simple CNAPS +P     ``projection=True``
+CNAPS, AR-CNAPS     ``head="linear"``
+Equation 2 as is    ``scale=0.5``
+==================  ========================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from torch import Tensor, nn
+
+from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
+from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator
+from fewshot_mahalanobis.networks.published import convert_published_state_dict
+from fewshot_mahalanobis.networks.resnet import FilmResNet18
+from fewshot_mahalanobis.networks.set_encoder import SetEncoder
+
+GENERATORS: dict[str, type[FilmGenerator] | None] = {
+    "film": FilmGenerator,
+    "auto-regressive": AutoregressiveFilmGenerator,
+    "none": None,
+}
+
+
+class ProjectionNetwork(nn.Sequential):
+    """W_1 ELU(W_2 ELU(W_3 f)), the "+P" variant (appendix "Projection Networks"); features (n, d) -> (n, d)."""
+
+    def __init__(self, features: int) -> None:
+        layers = [nn.Linear(features, features) for _ in range(3)]
+        super().__init__(layers[0], nn.ELU(), layers[1], nn.ELU(), layers[2])
+
+
+class SimpleCNAPS(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="fewshot-mahalanobis",
+    license="mit",
+    tags=["few-shot-learning", "image-classification", "simple-cnaps"],
+):
+    """Few-shot image classifier whose network adapts to the support set in one forward pass.
+
+    Parameters
+    ----------
+    adaptation : {"film", "auto-regressive", "none"}
+        How FiLM parameters are generated from the support set.
+    head : {"mahalanobis", "euclidean", "manhattan", "cosine", "dot_product", "linear"}
+        How queries are classified on the adapted features.
+    scale : float
+        s of the Mahalanobis head's logits, -s (x - mu_k)^T Q_k^-1 (x - mu_k). Equation 2 has 1/2, the
+        published code and numbers 1.
+    beta : float
+        Ridge of the covariance estimate, in squared feature units (equation 3).
+    task_covariance : bool
+        False sets lambda_k = 1 in equation 3: the "-TR" ablation.
+    one_shot_covariance : {"zero", "published"}
+        Covariance of a class of one example; see :class:`~fewshot_mahalanobis.RegularizedCovariance`.
+    projection : bool
+        Put the learned projection of the "+P" variant before the head.
+    image_size : int
+        Side of the square images the network was trained on, in pixels.
+
+    Attributes
+    ----------
+    config : dict
+        The arguments above: what ``config.json`` of a checkpoint holds.
+
+    Notes
+    -----
+    The backbone is frozen and its BatchNorms always run in inference mode, in training mode too; the set
+    encoder's always use the statistics of the support set. So no forward pass changes the module's state.
+
+    References
+    ----------
+    Bateni, Goyal, Masrani, Wood, Sigal: Improved Few-Shot Visual Classification. CVPR 2020.
+    """
+
+    def __init__(
+        self,
+        *,
+        adaptation: str = "film",
+        head: str = "mahalanobis",
+        scale: float = 1.0,
+        beta: float = 1.0,
+        task_covariance: bool = True,
+        one_shot_covariance: str = "zero",
+        projection: bool = False,
+        image_size: int = 84,
+    ) -> None:
+        super().__init__()
+        if adaptation not in GENERATORS:
+            raise ValueError(f"adaptation must be one of {sorted(GENERATORS)}, not {adaptation!r}")
+        if head not in HEADS:
+            raise ValueError(f"head must be one of {sorted(HEADS)}, not {head!r}")
+        self.config: dict[str, Any] = {
+            "adaptation": adaptation,
+            "head": head,
+            "scale": scale,
+            "beta": beta,
+            "task_covariance": task_covariance,
+            "one_shot_covariance": one_shot_covariance,
+            "projection": projection,
+            "image_size": image_size,
+        }
+        self.image_size = image_size
+        self.feature_extractor = FilmResNet18().requires_grad_(False).eval()
+        generator = GENERATORS[adaptation]
+        self.set_encoder = SetEncoder() if generator is not None else None
+        self.film_generator = generator() if generator is not None else None
+        self.projection = ProjectionNetwork(FilmResNet18.out_features) if projection else None
+        covariance = RegularizedCovariance(beta, task_covariance, one_shot_covariance)
+        self.head: Head = MahalanobisHead(covariance, scale) if head == "mahalanobis" else HEADS[head]()
+
+    def train(self, mode: bool = True) -> SimpleCNAPS:
+        """Set training mode everywhere but in the frozen backbone."""
+        super().train(mode)
+        self.feature_extractor.eval()
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.feature_extractor.conv1.weight.device
+
+    # ---------------------------------------------------------------- the method
+
+    def task_representation(self, support_images: Tensor, chunk_size: int | None = None) -> Tensor:
+        """z = g_phi(S): support images (n, 3, h, w) in [-1, 1] -> (64,)."""
+        if self.set_encoder is None:
+            raise ValueError("this model does not adapt: it has no set encoder")
+        return self.set_encoder(support_images, chunk_size)
+
+    def film_parameters(self, support_images: Tensor, chunk_size: int | None = None) -> Film | None:
+        """FiLM parameters psi_phi(g_phi(S)) for a support set; None for a model that does not adapt.
+
+        Parameters
+        ----------
+        support_images : Tensor of shape (n, 3, h, w)
+            In [-1, 1].
+        chunk_size : int, optional
+            Images in work at a time, to bound memory when no gradient is needed.
+        """
+        if self.film_generator is None:
+            return None
+        z = self.task_representation(support_images, chunk_size)
+        return self.film_generator(z, support_images, self.feature_extractor, chunk_size)
+
+    def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
+        """Logits of one episode, differentiable with respect to every trained parameter.
+
+        Parameters
+        ----------
+        support_images : Tensor of shape (n, 3, h, w)
+            In [-1, 1].
+        support_labels : int64 Tensor of shape (n,)
+            Classes 0 to k - 1, each with at least one image.
+        query_images : Tensor of shape (m, 3, h, w)
+            In [-1, 1].
+
+        Returns
+        -------
+        Tensor of shape (m, k)
+            Their softmax is equation 1.
+
+        Raises
+        ------
+        ValueError
+            Shapes or labels do not fit, or a class has no image.
+
+        See Also
+        --------
+        adapt : the faster way to many queries of one task, without gradients.
+        """
+        _check_episode(support_images, support_labels)
+        film = self.film_parameters(support_images)
+        features = self.feature_extractor(torch.cat([support_images, query_images]), film)
+        if self.projection is not None:
+            features = self.projection(features)
+        support_features, query_features = features.split([len(support_images), len(query_images)])
+        return self.head(support_features, support_labels, query_features)
+
+    @torch.no_grad()
+    def adapt(
+        self,
+        support_images: Tensor,
+        support_labels: Tensor,
+        *,
+        head: Head | None = None,
+        adapt: bool = True,
+        dtype: torch.dtype = torch.float32,
+        batch_size: int = 64,
+    ) -> AdaptedTask:
+        """Adapt to a support set: one forward pass, no gradient step, no change to this module.
+
+        Parameters
+        ----------
+        support_images : Tensor of shape (n, 3, h, w)
+            In [-1, 1]; on any device.
+        support_labels : int64 Tensor of shape (n,)
+            Classes 0 to k - 1, each with at least one image.
+        head : Head, optional
+            Another head than the model's own.
+        adapt : bool
+            False leaves the network as pretrained ("No Adaptation").
+        dtype : {torch.float32, torch.bfloat16}
+            Precision of the convolutions; the head computes in float32 or better.
+        batch_size : int
+            Images in work at a time; it bounds memory.
+
+        Returns
+        -------
+        AdaptedTask
+            Serves any number of queries.
+        """
+        _check_episode(support_images, support_labels)
+        film = None
+        if adapt:
+            with _precision(self.device, dtype):
+                film = self.film_parameters(_channels_last(support_images.to(self.device)), batch_size)
+        task = AdaptedTask(self, film, head or self.head, dtype)
+        return task.refit(task.features(support_images, batch_size), support_labels)
+
+    # ---------------------------------------------------------------- weights
+
+    @classmethod
+    def from_published_state_dict(cls, state_dict: Mapping[str, Any]) -> SimpleCNAPS:
+        """Read the weights of the authors' implementation, with its conventions.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to Tensor
+            Of Simple CNAPS, Simple AR-CNAPS, their "no adaptation" form, CNAPS, AR-CNAPS, or a bare
+            pretrained ResNet18 of theirs (read as "no adaptation"); told apart by their keys.
+
+        Returns
+        -------
+        SimpleCNAPS
+            In evaluation mode, with s = 1 and ``one_shot_covariance="published"``.
+
+        Raises
+        ------
+        ValueError
+            A key is missing or unknown, a shape differs, or the weights are Transductive CNAPS's.
+        """
+        config, weights = convert_published_state_dict(state_dict)
+        model = cls(**config)
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ValueError(f"these are not weights of the published implementation: {error}") from error
+        return model.eval()
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        from fewshot_mahalanobis.checkpoints import save_checkpoint
+
+        save_checkpoint(self, save_directory)
+
+    @classmethod
+    def _from_pretrained(
+        cls, *, model_id: str, revision: str | None = None, map_location: str = "cpu", **kwargs: Any
+    ) -> SimpleCNAPS:
+        from fewshot_mahalanobis.checkpoints import load_checkpoint
+
+        model = load_checkpoint(model_id if revision is None else f"{model_id}@{revision}")
+        return model.to(map_location)
+
+
+class AdaptedTask:
+    """A model adapted to one support set, ready for any number of queries.
+
+    Made by :meth:`SimpleCNAPS.adapt`.
+
+    Attributes
+    ----------
+    film : 4 layers of 2 BlockFilm, or None
+        The FiLM parameters of the task; None without adaptation.
+    head : Head
+    support_features : Tensor of shape (n, 512)
+        Adapted features of the support set, float32.
+    support_labels : int64 Tensor of shape (n,)
+    dtype : torch.dtype
+        Precision of the convolutions.
+    """
+
+    support_features: Tensor
+    support_labels: Tensor
+
+    def __init__(self, model: SimpleCNAPS, film: Film | None, head: Head, dtype: torch.dtype = torch.float32) -> None:
+        self.film = film
+        self.head = head
+        self.dtype = dtype
+        self._projection = model.projection
+        self._extractor = model.feature_extractor.folded(film).to(dtype=dtype, memory_format=torch.channels_last)
+        self._device = model.device
+
+    @torch.no_grad()
+    def refit(self, support_features: Tensor, support_labels: Tensor) -> AdaptedTask:
+        """The same adapted network with its head fitted to other support features: more shots, new classes.
+
+        Parameters
+        ----------
+        support_features : Tensor of shape (n, 512)
+            From :meth:`features`.
+        support_labels : int64 Tensor of shape (n,)
+
+        Returns
+        -------
+        AdaptedTask
+            A new one, sharing this one's network; this one is unchanged.
+        """
+        task = object.__new__(AdaptedTask)
+        task.__dict__.update(self.__dict__)
+        task.support_features = support_features.to(self._device)
+        task.support_labels = support_labels.to(self._device)
+        task._state = self.head.fit(task._head_space(task.support_features), task.support_labels)
+        return task
+
+    @torch.no_grad()
+    def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
+        """Adapted features f_theta^tau(x) of images (n, 3, h, w) in [-1, 1] -> (n, 512), float32."""
+        chunks = images.split(batch_size) if len(images) else ()
+        features = [self._extractor(_channels_last(chunk.to(self._device, self.dtype))) for chunk in chunks]
+        return torch.cat(features) if features else torch.empty(0, FilmResNet18.out_features, device=self._device)
+
+    @torch.no_grad()
+    def head_logits(self, features: Tensor) -> Tensor:
+        """Logits (m, k) of adapted features (m, 512)."""
+        return self.head.logits(self._state, self._head_space(features.to(self._device)))
+
+    def logits(self, query_images: Tensor, batch_size: int = 64) -> Tensor:
+        """Logits (m, k) of query images (m, 3, h, w) in [-1, 1]; their softmax is equation 1."""
+        return self.head_logits(self.features(query_images, batch_size))
+
+    def _head_space(self, features: Tensor) -> Tensor:
+        return features if self._projection is None else self._projection(features)
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+@contextlib.contextmanager
+def _precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        yield
+
+
+def _check_episode(support_images: Tensor, support_labels: Tensor) -> None:
+    if support_images.ndim != 4 or support_images.shape[1] != 3:
+        raise ValueError(f"support_images must have shape (n, 3, h, w), not {tuple(support_images.shape)}")
+    if support_labels.shape != support_images.shape[:1]:
+        raise ValueError(
+            f"{len(support_images)} support images need as many labels in one dimension, "
+            f"not shape {tuple(support_labels.shape)}"
+        )

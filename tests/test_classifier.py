@@ -1,0 +1,721 @@
+"""The image classifier: the scikit-learn contract, the support set's semantics, saving, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.metrics import accuracy_score, get_scorer
+from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_score
+from sklearn.utils import get_tags
+
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.images import ImageBatches, ImageError
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.onnx_export import _MahalanobisGraph
+
+SIZE = 32
+COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
+Pictures = NDArray[np.uint8]
+
+
+@pytest.fixture(scope="module")
+def model() -> SimpleCNAPS:
+    """An untrained model whose FiLM parameters depend visibly on the support set."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = SimpleCNAPS(image_size=SIZE, beta=0.5, scale=0.5).eval()
+        assert model.film_generator is not None
+        for parameter in model.film_generator.parameters():
+            if parameter.ndim == 1:
+                torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def drawn(labels: list[str], seed: int) -> Pictures:
+    """Noisy patches of the colour that the label names, (n, 24, 24, 3)."""
+    rng = np.random.default_rng(seed)
+    colours = np.array([COLOURS[label] for label in labels])[:, None, None, :]
+    return (colours + rng.integers(-35, 36, size=(len(labels), 24, 24, 3))).clip(0, 255).astype(np.uint8)
+
+
+SUPPORT_LABELS = ["red", "green", "blue", "green", "red", "red", "blue", "green"]
+QUERY_LABELS = ["blue", "red", "green", "red", "blue", "green", "green"]
+
+
+@pytest.fixture(scope="module")
+def support() -> Pictures:
+    return drawn(SUPPORT_LABELS, seed=1)
+
+
+@pytest.fixture(scope="module")
+def queries() -> Pictures:
+    return drawn(QUERY_LABELS, seed=2)
+
+
+@pytest.fixture(scope="module")
+def fitted(model: SimpleCNAPS, support: Pictures) -> SimpleCNAPSClassifier:
+    return SimpleCNAPSClassifier(model).fit(support, SUPPORT_LABELS)
+
+
+def paths_of(images: Pictures, folder: Path) -> list[str]:
+    paths = [str(folder / f"{index}.png") for index in range(len(images))]
+    for path, image in zip(paths, images):
+        Image.fromarray(image).save(path)
+    return paths
+
+
+def assert_close(a: NDArray[Any], b: NDArray[Any]) -> None:
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+# -------------------------------------------------------------------- fit and predict
+
+
+def test_it_recognises_what_the_support_shows(fitted: SimpleCNAPSClassifier, queries: Pictures) -> None:
+    assert fitted.predict(queries).tolist() == QUERY_LABELS
+    assert fitted.score(queries, QUERY_LABELS) == 1.0
+
+
+def test_fitted_attributes_describe_the_support_set(fitted: SimpleCNAPSClassifier) -> None:
+    assert fitted.classes_.tolist() == ["blue", "green", "red"]
+    assert fitted.class_counts_.tolist() == [2, 3, 3]
+    assert fitted.n_features_out_ == 512
+    assert fitted.device_ == fitted.model_.device
+    assert fitted.task_.support_features.shape == (8, 512)
+
+
+def test_logits_are_those_of_the_model(
+    fitted: SimpleCNAPSClassifier, model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    images, others = (torch.cat(list(ImageBatches(x, SIZE))) for x in (support, queries))
+    codes = torch.tensor([sorted(COLOURS).index(label) for label in SUPPORT_LABELS])
+    with torch.no_grad():
+        expected = model(images, codes, others)
+    assert_close(fitted.decision_function(queries), expected.numpy())
+
+
+def test_probabilities_are_the_softmax_of_the_logits(fitted: SimpleCNAPSClassifier, queries: Pictures) -> None:
+    logits = fitted.decision_function(queries).astype(float)
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    expected = exponentials / exponentials.sum(axis=1, keepdims=True)
+    probabilities = fitted.predict_proba(queries)
+    assert logits.shape == probabilities.shape == (7, 3)
+    np.testing.assert_allclose(probabilities, expected, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-12)
+    np.testing.assert_allclose(np.exp(fitted.predict_log_proba(queries)), expected, rtol=1e-6, atol=1e-12)
+    assert (fitted.classes_[probabilities.argmax(axis=1)] == fitted.predict(queries)).all()
+
+
+def test_two_classes_give_the_log_odds_of_the_second(model: SimpleCNAPS) -> None:
+    labels = ["red", "blue", "red", "blue"]
+    classifier = SimpleCNAPSClassifier(model).fit(drawn(labels, 1), labels)
+    query_labels = ["blue", "red", "red", "blue", "blue"]
+    pictures = drawn(query_labels, 2)
+    decision = classifier.decision_function(pictures)
+    assert decision.shape == (5,)
+    log_probabilities = classifier.predict_log_proba(pictures)
+    assert log_probabilities.shape == (5, 2)
+    np.testing.assert_allclose(decision, log_probabilities[:, 1] - log_probabilities[:, 0], rtol=1e-5)
+    assert (classifier.classes_[(decision > 0).astype(int)] == classifier.predict(pictures)).all()
+    assert get_scorer("roc_auc")(classifier, pictures, query_labels) == 1.0
+
+
+def test_transform_gives_the_adapted_features(
+    fitted: SimpleCNAPSClassifier, support: Pictures, queries: Pictures
+) -> None:
+    features = fitted.transform(queries)
+    assert features.shape == (7, 512)
+    assert features.dtype == np.float32
+    assert_close(fitted.transform(support), fitted.task_.support_features.numpy())
+    logits = fitted.task_.head_logits(torch.from_numpy(features)).numpy()
+    assert_close(logits, fitted.decision_function(queries))
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        pytest.param(lambda y: [{"red": 10, "green": -3, "blue": 7}[v] for v in y], id="integers"),
+        pytest.param(lambda y: np.array([len(v) for v in y], dtype=np.uint8), id="uint8"),
+        pytest.param(lambda y: [{"red": 1.0, "green": 2.0, "blue": 0.0}[v] for v in y], id="whole floats"),
+        pytest.param(lambda y: [v == "red" for v in y], id="Booleans"),
+        pytest.param(lambda y: np.array(y), id="string array"),
+        pytest.param(lambda y: np.array(y, dtype=object), id="object array"),
+        pytest.param(lambda y: tuple(y), id="tuple"),
+        pytest.param(lambda y: pd.Series(y, index=range(5, 5 + len(y))), id="series"),
+        pytest.param(lambda y: pd.Series(y, dtype="category"), id="categories"),
+        pytest.param(lambda y: pd.Series([len(v) for v in y], dtype="Int64"), id="nullable integers"),
+        pytest.param(lambda y: torch.tensor([len(v) for v in y]), id="tensor"),
+    ],
+)
+def test_labels_of_any_kind_come_back_as_given(
+    rename: Any, model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    y = rename(SUPPORT_LABELS)
+    classifier = SimpleCNAPSClassifier(model).fit(support, y)
+    expected = np.asarray(rename(QUERY_LABELS))
+    predicted = classifier.predict(queries)
+    assert predicted.tolist() == expected.tolist()
+    assert classifier.classes_.tolist() == sorted(set(np.asarray(y).tolist()))
+    if isinstance(y, np.ndarray):
+        assert predicted.dtype.kind == y.dtype.kind
+
+
+def test_every_kind_of_collection_gives_the_same_answer(
+    fitted: SimpleCNAPSClassifier, model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    expected = fitted.decision_function(queries)
+    tensor = torch.from_numpy(queries).permute(0, 3, 1, 2)
+    paths = paths_of(queries, tmp_path)
+    for kind in (paths, [Image.open(path) for path in paths], queries / 255, tensor, tensor / 255, list(queries)):
+        assert (fitted.decision_function(kind) == expected).all()
+    mixed = [Image.fromarray(support[0]), *list(support[1:])]
+    assert (SimpleCNAPSClassifier(model).fit(mixed, SUPPORT_LABELS).decision_function(queries) == expected).all()
+
+
+def test_answers_do_not_depend_on_batches_company_or_support_order(
+    fitted: SimpleCNAPSClassifier, model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    expected = fitted.decision_function(queries)
+    order = np.random.default_rng(3).permutation(len(support))
+    for batch_size in (1, 3, 1000):
+        classifier = SimpleCNAPSClassifier(model, batch_size=batch_size, n_jobs=2)
+        classifier.fit(support[order], np.array(SUPPORT_LABELS)[order])
+        assert_close(classifier.decision_function(queries), expected)
+    alone = np.concatenate([fitted.decision_function(queries[i : i + 1]) for i in range(len(queries))])
+    assert_close(alone, expected)
+
+
+def test_renaming_the_classes_permutes_the_columns(
+    fitted: SimpleCNAPSClassifier, model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    names = {"blue": "z", "green": "y", "red": "x"}
+    classifier = SimpleCNAPSClassifier(model).fit(support, [names[label] for label in SUPPORT_LABELS])
+    assert_close(classifier.decision_function(queries)[:, ::-1], fitted.decision_function(queries))
+
+
+def test_adaptation_can_be_left_out(model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
+    plain = SimpleCNAPSClassifier(model, adapt=False).fit(support, SUPPORT_LABELS)
+    assert plain.task_.film is None
+    with torch.no_grad():
+        features = model.feature_extractor(torch.cat(list(ImageBatches(queries, SIZE))))
+    assert_close(plain.transform(queries), features.numpy())
+    adapted = SimpleCNAPSClassifier(model).fit(support, SUPPORT_LABELS)
+    assert np.abs(adapted.transform(queries) - plain.transform(queries)).max() > 1e-3
+
+
+# -------------------------------------------------------------------- heads
+
+
+@pytest.mark.parametrize("head", ["mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"])
+def test_every_metric_head_can_be_named(head: str, model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
+    classifier = SimpleCNAPSClassifier(model, head=head).fit(support, SUPPORT_LABELS)
+    assert classifier.decision_function(queries).shape == (7, 3)
+    if head in ("mahalanobis", "euclidean", "cosine"):
+        assert classifier.score(queries, QUERY_LABELS) == 1.0
+
+
+def test_the_named_head_of_the_checkpoint_keeps_its_settings(fitted: SimpleCNAPSClassifier) -> None:
+    head = fitted.task_.head
+    assert isinstance(head, MahalanobisHead)
+    assert (head.scale, head.covariance.beta) == (0.5, 0.5)
+
+
+def test_a_head_object_is_used_and_left_alone(
+    fitted: SimpleCNAPSClassifier, model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    head = MahalanobisHead(RegularizedCovariance(beta=0.5), scale=2.0)
+    classifier = SimpleCNAPSClassifier(model, head=head).fit(support, SUPPORT_LABELS)
+    assert_close(classifier.decision_function(queries), 4 * fitted.decision_function(queries))
+    assert classifier.head is head
+    assert classifier.task_.head is not head
+
+
+def test_the_linear_head_needs_a_checkpoint_that_was_trained_with_it(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    with pytest.raises(ValueError, match="no trained linear head"):
+        SimpleCNAPSClassifier(model, head="linear").fit(support, SUPPORT_LABELS)
+    cnaps = SimpleCNAPS(head="linear", adaptation="none", image_size=SIZE)
+    classifier = SimpleCNAPSClassifier(cnaps, head="linear").fit(support, SUPPORT_LABELS)
+    assert classifier.task_.head is classifier.model_.head
+    assert classifier.decision_function(queries).shape == (7, 3)
+
+
+# -------------------------------------------------------------------- partial_fit
+
+
+def test_partial_fit_equals_one_fit_under_the_first_adaptation(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    rounds = [["red", "green", "red", "green"], ["green", "blue", "blue"], ["red"]]
+    pictures = [drawn(labels, seed) for seed, labels in enumerate(rounds)]
+    classifier = SimpleCNAPSClassifier(model)
+    for x, y in zip(pictures, rounds):
+        assert classifier.partial_fit(x, y) is classifier
+    first = SimpleCNAPSClassifier(model).fit(pictures[0], rounds[0])
+    features = torch.from_numpy(first.transform(np.concatenate(pictures)))
+    labels = torch.tensor([sorted(COLOURS).index(label) for labels in rounds for label in labels])
+    expected = first.task_.refit(features, labels).logits(torch.cat(list(ImageBatches(queries, SIZE))))
+    assert_close(classifier.decision_function(queries), expected.numpy())
+    assert classifier.classes_.tolist() == ["blue", "green", "red"]
+    assert classifier.class_counts_.tolist() == [2, 3, 3]
+    assert classifier.score(queries, QUERY_LABELS) == 1.0
+
+
+def test_partial_fit_without_adaptation_equals_fit(model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
+    labels = np.array(SUPPORT_LABELS)
+    whole = SimpleCNAPSClassifier(model, adapt=False).fit(support, labels)
+    parts = SimpleCNAPSClassifier(model, adapt=False)
+    for chosen in (slice(0, 2), slice(2, 6), slice(6, 8)):
+        parts.partial_fit(support[chosen], labels[chosen])
+    assert_close(parts.decision_function(queries), whole.decision_function(queries))
+
+
+def test_partial_fit_takes_a_single_image_of_a_longer_label(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    classifier = SimpleCNAPSClassifier(model).fit(support, SUPPORT_LABELS)
+    white = np.full((1, 24, 24, 3), 250, np.uint8)
+    classifier.partial_fit(white, ["a much longer name"])
+    assert classifier.classes_.tolist() == ["a much longer name", "blue", "green", "red"]
+    assert classifier.predict(white).tolist() == ["a much longer name"]
+    assert classifier.predict(queries).tolist() == QUERY_LABELS
+
+
+def test_partial_fit_refuses_labels_of_another_type_and_keeps_its_state(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    classifier = SimpleCNAPSClassifier(model).fit(support, SUPPORT_LABELS)
+    before = classifier.decision_function(queries)
+    with pytest.raises(ValueError, match=r"label 3 is a whole number, but .* type string"):
+        classifier.partial_fit(support[:1], [3])
+    with pytest.raises(ImageError, match="image 1"):
+        classifier.partial_fit([support[0], support[1] * np.nan], ["red", "new"])
+    assert classifier.classes_.tolist() == ["blue", "green", "red"]
+    assert (classifier.decision_function(queries) == before).all()
+    integers = SimpleCNAPSClassifier(model).fit(support, np.arange(8) % 2)
+    with pytest.raises(ValueError, match=r"label 1.5|y\[0\] is 1.5"):
+        integers.partial_fit(support[:1], [1.5])
+    with pytest.raises(ValueError, match="label True is a Boolean"):
+        integers.partial_fit(support[:1], [True])
+
+
+# -------------------------------------------------------------------- scikit-learn
+
+
+def test_constructor_arguments_are_kept_and_cloned(model: SimpleCNAPS, support: Pictures) -> None:
+    arguments = {
+        "checkpoint": "somewhere", "head": "cosine", "adapt": False, "device": "cpu", "precision": "float32",
+        "batch_size": 3, "n_jobs": 2, "verbose": 0,
+    }  # fmt: skip
+    classifier = SimpleCNAPSClassifier(**arguments)  # type: ignore[arg-type]
+    assert classifier.get_params() == arguments
+    assert clone(classifier).get_params() == arguments
+    classifier.set_params(checkpoint=model, head="euclidean")
+    before = classifier.get_params()
+    classifier.fit(support, SUPPORT_LABELS)
+    assert all(classifier.get_params()[name] is value for name, value in before.items())
+    assert not hasattr(clone(classifier), "task_")
+
+
+def test_tags_tell_that_images_are_not_feature_tables() -> None:
+    tags = get_tags(SimpleCNAPSClassifier())
+    assert tags.estimator_type == "classifier"
+    assert not tags.input_tags.two_d_array
+    assert tags.input_tags.string
+    assert not tags.input_tags.allow_nan
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "paths", "images"])
+def test_cross_validation_slices_every_kind_of_collection(kind: str, model: SimpleCNAPS, tmp_path: Path) -> None:
+    labels = ["red", "green", "blue"] * 4
+    pictures = drawn(labels, seed=5)
+    collection: Any = pictures
+    if kind == "tensor":
+        collection = torch.from_numpy(pictures).permute(0, 3, 1, 2)
+    elif kind == "paths":
+        collection = paths_of(pictures, tmp_path)
+    elif kind == "images":
+        collection = [Image.fromarray(picture) for picture in pictures]
+    classifier = SimpleCNAPSClassifier(model)
+    assert cross_val_score(classifier, collection, labels, cv=2).tolist() == [1.0, 1.0]
+    if kind == "paths":
+        probabilities = cross_val_predict(classifier, collection, labels, cv=2, method="predict_proba")
+        assert accuracy_score(labels, np.array(sorted(COLOURS))[probabilities.argmax(axis=1)]) == 1.0
+
+
+def test_grid_search_chooses_a_head(model: SimpleCNAPS, tmp_path: Path) -> None:
+    labels = ["red", "green"] * 4
+    paths = paths_of(drawn(labels, seed=6), tmp_path)
+    heads = {"head": ["mahalanobis", "euclidean", EuclideanHead()]}
+    search = GridSearchCV(SimpleCNAPSClassifier(model), heads, cv=2).fit(paths, labels)
+    assert search.cv_results_["mean_test_score"].shape == (3,)
+    assert search.best_score_ == 1.0
+    assert search.predict(paths).tolist() == labels
+
+
+@pytest.mark.parametrize("method", ["predict", "predict_proba", "predict_log_proba", "decision_function", "transform"])
+def test_queries_before_fit_are_refused(method: str, queries: Pictures) -> None:
+    with pytest.raises(NotFittedError):
+        getattr(SimpleCNAPSClassifier(), method)(queries)
+
+
+def test_saving_before_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFittedError):
+        SimpleCNAPSClassifier().save(tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_module_and_no_global_state_is_changed(model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
+    before = copy.deepcopy(model.state_dict())
+    random, threads, dtype = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
+    for mode in (True, False):
+        model.train(mode)
+        modes = [module.training for module in model.modules()]
+        classifier = SimpleCNAPSClassifier(model).fit(support, SUPPORT_LABELS)
+        fitted_weights = copy.deepcopy(classifier.model_.state_dict())
+        classifier.predict(queries)
+        classifier.partial_fit(support[:2], SUPPORT_LABELS[:2])
+        for state, reference in ((model.state_dict(), before), (classifier.model_.state_dict(), fitted_weights)):
+            assert all(torch.equal(state[name], value) for name, value in reference.items())
+        assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert (torch.get_num_threads(), torch.get_default_dtype()) == (threads, dtype)
+    assert torch.is_grad_enabled()
+
+
+def test_training_the_given_module_on_does_not_touch_the_classifier(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures
+) -> None:
+    own = copy.deepcopy(model)
+    classifier = SimpleCNAPSClassifier(own).fit(support, SUPPORT_LABELS)
+    before = classifier.decision_function(queries)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.mul_(1.5)
+    assert (classifier.decision_function(queries) == before).all()
+
+
+def test_progress_is_shown_on_request(
+    model: SimpleCNAPS, support: Pictures, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SimpleCNAPSClassifier(model, verbose=0).fit(support, SUPPORT_LABELS)
+    assert capsys.readouterr() == ("", "")
+    SimpleCNAPSClassifier(model, verbose=1).fit(support, SUPPORT_LABELS).predict(support)
+    output = capsys.readouterr().err
+    assert "fit" in output
+    assert "8/8" in output
+
+
+def test_bfloat16_agrees_on_the_labels(model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
+    classifier = SimpleCNAPSClassifier(model, precision="bfloat16").fit(support, SUPPORT_LABELS)
+    assert classifier.task_.dtype == torch.bfloat16
+    assert classifier.transform(queries).dtype == np.float32
+    assert classifier.predict(queries).tolist() == QUERY_LABELS
+
+
+def test_queries_are_streamed(fitted: SimpleCNAPSClassifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    features = fitted.task_.features
+
+    def watched(images: torch.Tensor, batch_size: int) -> torch.Tensor:
+        sizes.append(len(images))
+        return features(images, batch_size)
+
+    monkeypatch.setattr(fitted.task_, "features", watched)
+    many = np.broadcast_to(drawn(["red"], 7), (150, 24, 24, 3))
+    assert (fitted.predict(many) == "red").all()
+    assert sizes == [64, 64, 22]
+
+
+# -------------------------------------------------------------------- keeping
+
+
+@pytest.mark.parametrize("keep", ["pickle", "joblib", "deepcopy"])
+def test_a_fitted_classifier_survives_pickling(
+    keep: str, fitted: SimpleCNAPSClassifier, queries: Pictures, support: Pictures
+) -> None:
+    if keep == "deepcopy":
+        again = copy.deepcopy(fitted)
+    else:
+        library: Any = {"pickle": pickle, "joblib": joblib}[keep]
+        buffer = io.BytesIO()
+        library.dump(fitted, buffer)
+        buffer.seek(0)
+        again = library.load(buffer)
+    assert (again.decision_function(queries) == fitted.decision_function(queries)).all()
+    again.partial_fit(support[:1], ["other"])
+    assert again.classes_.tolist() == ["blue", "green", "other", "red"]
+    assert fitted.classes_.tolist() == ["blue", "green", "red"]
+
+
+def test_a_pickle_from_an_absent_device_opens_on_the_cpu(fitted: SimpleCNAPSClassifier, queries: Pictures) -> None:
+    elsewhere = copy.deepcopy(fitted)
+    elsewhere.device_ = torch.device("cuda:99")
+    data = pickle.dumps(elsewhere)
+    with pytest.warns(UserWarning, match="no device cuda:99 here"):
+        again = pickle.loads(data)
+    assert again.device_ == torch.device("cpu")
+    assert (again.decision_function(queries) == fitted.decision_function(queries)).all()
+
+
+def test_an_unfitted_classifier_pickles() -> None:
+    again = pickle.loads(pickle.dumps(SimpleCNAPSClassifier(head="cosine")))
+    assert again.head == "cosine"
+    assert not hasattr(again, "task_")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"adapt": False, "batch_size": np.int64(5), "n_jobs": 2},
+        {"head": "cosine", "precision": "bfloat16"},
+        {"head": EuclideanHead()},
+        {"head": MahalanobisHead(RegularizedCovariance(2.0, False, "published"), 0.25)},
+    ],
+    ids=["default", "unadapted", "cosine", "head object", "Mahalanobis settings"],
+)
+def test_a_saved_classifier_answers_alike(
+    arguments: dict[str, Any], model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    classifier = SimpleCNAPSClassifier(model, **arguments).fit(support, SUPPORT_LABELS)
+    path = tmp_path / "colours.safetensors"
+    classifier.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    random = torch.get_rng_state()
+    loaded = SimpleCNAPSClassifier.load(path, device="cpu")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
+    assert loaded.predict(queries).tolist() == classifier.predict(queries).tolist()
+    assert loaded.class_counts_.tolist() == [2, 3, 3]
+    for name in ("adapt", "precision", "batch_size", "n_jobs", "verbose"):
+        assert getattr(loaded, name) == getattr(classifier, name)
+    assert loaded.device == "cpu"
+    loaded.partial_fit(support[:1], ["new"])
+    assert loaded.classes_.tolist() == ["blue", "green", "new", "red"]
+    loaded.set_params(head="euclidean").fit(support, SUPPORT_LABELS)
+
+
+def test_a_classifier_saved_after_partial_fit_keeps_the_first_adaptation(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    classifier = SimpleCNAPSClassifier(model).fit(support[:4], SUPPORT_LABELS[:4])
+    classifier.partial_fit(support[4:], SUPPORT_LABELS[4:])
+    classifier.save(tmp_path / "a")
+    assert (SimpleCNAPSClassifier.load(tmp_path / "a").transform(queries) == classifier.transform(queries)).all()
+
+
+@pytest.mark.parametrize("dtype", ["<U5", object, np.int16, bool])
+def test_saved_labels_keep_their_type(dtype: Any, model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
+    labels = np.array([4, 2, 4, 2, 2, 4, 2, 4] if dtype is np.int16 else [0, 1] * 4).astype(dtype)
+    if dtype is object:
+        labels = np.array(["no", "a much longer yes"] * 4, dtype=object)
+    classifier = SimpleCNAPSClassifier(model, adapt=False).fit(support[:8], labels)
+    classifier.save(tmp_path / "a")
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "a")
+    assert loaded.classes_.dtype == classifier.classes_.dtype == dtype
+    assert loaded.classes_.tolist() == classifier.classes_.tolist() == sorted(set(labels.tolist()))
+
+
+def test_weights_are_stored_as_float16_only_where_nothing_is_lost(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    short = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in short.parameters():
+            parameter.copy_(parameter.half().float())
+    sizes = []
+    for name, checkpoint in (("long", model), ("short", short)):
+        classifier = SimpleCNAPSClassifier(checkpoint).fit(support, SUPPORT_LABELS)
+        classifier.save(tmp_path / name)
+        sizes.append((tmp_path / name).stat().st_size)
+        loaded = SimpleCNAPSClassifier.load(tmp_path / name)
+        assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
+    assert sizes[1] < 0.52 * sizes[0]
+
+
+def test_a_head_that_no_file_can_name_is_refused(model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
+    classifier = SimpleCNAPSClassifier(model, head=LinearHead()).fit(support, SUPPORT_LABELS)
+    with pytest.raises(ValueError, match=r"LinearHead object .* pickle"):
+        classifier.save(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_save_leaves_the_old_file(
+    fitted: SimpleCNAPSClassifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("old")
+
+    def failing(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", failing)
+    with pytest.raises(OSError, match="disk full"):
+        fitted.save(tmp_path / "a")
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_text() == "old"
+
+
+def test_files_that_are_no_saved_classifier_are_refused(fitted: SimpleCNAPSClassifier, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    fitted.save(good)
+    data = good.read_bytes()
+    bad = tmp_path / "bad"
+
+    def assert_refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            SimpleCNAPSClassifier.load(bad)
+
+    for content in (b"", b"text", data[:5], data[:200], data[:-1]):
+        bad.write_bytes(content)
+        assert_refused("not a safetensors file, or is damaged or cut short")
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    bad.write_bytes(flipped)
+    assert_refused("do not match their digest")
+    save_file({"a": torch.zeros(1)}, bad)
+    assert_refused("not one that SimpleCNAPSClassifier.save wrote")
+
+    with safe_open(good, "pt") as file:
+        metadata = file.metadata()
+    tensors, header = load_file(good), json.loads(metadata["classifier"])
+    save_file(tensors, bad, {**metadata, "classifier": json.dumps({**header, "version": 99})})
+    assert_refused("newer version .* upgrade")
+    save_file(tensors, bad, {**metadata, "classifier": "{"})
+    assert_refused("damaged header")
+    save_file(tensors, bad, {**metadata, "classifier": json.dumps({k: v for k, v in header.items() if k != "labels"})})
+    assert_refused("incomplete")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        SimpleCNAPSClassifier.load(tmp_path / "nowhere")
+
+
+# -------------------------------------------------------------------- ONNX
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, {}),
+        ({"one_shot_covariance": "published", "projection": True}, {}),
+        ({"head": "linear", "adaptation": "none"}, {"head": "linear"}),
+        *[({}, {"head": head}) for head in ("manhattan", "cosine")],
+    ],
+)
+def test_the_onnx_file_gives_the_same_logits_and_names_the_classes(
+    settings: dict[str, Any], arguments: dict[str, Any], model: SimpleCNAPS, queries: Pictures, tmp_path: Path
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    labels = ["red", "green", "blue", "red", "green", "red"]  # blue has one shot
+    checkpoint = SimpleCNAPS(image_size=SIZE, **settings) if settings else model
+    classifier = SimpleCNAPSClassifier(checkpoint, **arguments).fit(drawn(labels, 1), labels)
+    classifier.export_onnx(tmp_path / "a.onnx")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.onnx"]
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])
+    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == classifier.classes_.tolist()
+    for images in (queries, queries[:1]):
+        (logits,) = session.run(["logits"], {"images": next(iter(ImageBatches(images, SIZE))).numpy()})
+        assert_close(logits, classifier.decision_function(images))
+
+
+def test_the_mahalanobis_graph_holds_with_few_and_with_many_support_images() -> None:
+    rng = torch.Generator().manual_seed(0)
+    features = torch.randn(40, 12, generator=rng, dtype=torch.float64) * 3 + 5
+    labels, others = torch.arange(40) % 3, torch.randn(9, 12, generator=rng) * 3 + 5
+    for count in (40, 6):
+        for covariance in (RegularizedCovariance(0.3), RegularizedCovariance(0.3, task_covariance=False)):
+            head = MahalanobisHead(covariance, scale=0.5)
+            graph = _MahalanobisGraph(head, features[:count], labels[:count])
+            assert_close(graph(others).numpy(), head(features[:count], labels[:count], others).numpy())
+
+
+# -------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (SUPPORT_LABELS[:-1], "8 images but 7 labels"),
+        ([*SUPPORT_LABELS, "red"], "8 images but 9 labels"),
+        (None, "y is None"),
+        ("red", "one dimension"),
+        ([[label] for label in SUPPORT_LABELS], r"shape is \(8, 1\)"),
+        (["red"] * 8, "at least two classes .* 'red'"),
+        ([*SUPPORT_LABELS[:6], None, "red"], r"y\[6\] is None"),
+        ([*SUPPORT_LABELS[:6], float("nan"), "red"], r"y\[6\] is nan"),
+        ([0, 1, 2, np.nan, 0, 1, 2, 0], r"y\[3\] is nan"),
+        (pd.Series([0, 1, 2, None, 0, 1, 2, 0], dtype="Int64"), r"y\[3\] is <NA>"),
+        ([0, 1, "a", 2, 0, 1, 2, 0], r"y\[2\] is 'a', a string, but y\[0\] is 0"),
+        (np.linspace(0, 1, 8), r"y\[1\] is 0.14.*whole number"),
+        ([b"a", b"b"] * 4, r"y\[0\] is b'a'"),
+    ],
+)
+def test_labels_that_cannot_be_used_are_refused(
+    labels: Any, message: str, model: SimpleCNAPS, support: Pictures
+) -> None:
+    classifier = SimpleCNAPSClassifier(model)
+    with pytest.raises(ValueError, match=message):
+        classifier.fit(support, labels)
+    with pytest.raises(NotFittedError):
+        classifier.predict(support)
+
+
+def test_a_failed_fit_leaves_the_fitted_state(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    classifier = SimpleCNAPSClassifier(model).fit(support, SUPPORT_LABELS)
+    before = {name: value for name, value in vars(classifier).items() if name.endswith("_")}
+    broken = tmp_path / "broken.png"
+    paths = paths_of(support, tmp_path)
+    broken.write_bytes(Path(paths[0]).read_bytes()[:-300])
+    for images, labels in (([*paths, broken], [*SUPPORT_LABELS, "new"]), (support, ["red"] * 8)):
+        with pytest.raises(ValueError, match=r"broken.png|two classes"):
+            classifier.fit(images, labels)
+    assert all(getattr(classifier, name) is value for name, value in before.items())
+    with pytest.raises(ImageError, match=r"image 8 \('.*broken.png'\)"):
+        classifier.predict([*paths, broken])
+    with pytest.raises(ImageError, match="there are no images"):
+        classifier.predict([])
+    with pytest.raises(ImageError, match="wrap it in a list"):
+        classifier.predict(queries[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"head": "cosinus"}, "head must be one of .*'cosine'.* got 'cosinus'"),
+        ({"precision": "float16"}, "precision must be .* got 'float16'"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used here"),
+        ({"batch_size": 0}, "batch_size must be a positive integer"),
+        ({"n_jobs": 0}, "n_jobs"),
+    ],
+)
+def test_constructor_arguments_that_mean_nothing_are_refused_by_fit(
+    arguments: dict[str, Any], message: str, model: SimpleCNAPS, support: Pictures
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        SimpleCNAPSClassifier(model, **arguments).fit(support, SUPPORT_LABELS)
+
+
+def test_an_unknown_checkpoint_is_refused_by_fit(support: Pictures) -> None:
+    with pytest.raises(ValueError, match="no-such-checkpoint"):
+        SimpleCNAPSClassifier("no-such-checkpoint").fit(support, SUPPORT_LABELS)

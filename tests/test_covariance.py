@@ -1,0 +1,327 @@
+"""The low-rank algebra of RegularizedCovariance against the dense formula of equation 3."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fewshot_mahalanobis import covariance as covariance_module
+from fewshot_mahalanobis.covariance import RegularizedCovariance, class_means
+from tests import reference
+
+GOLDEN = Path(__file__).parent / "golden"
+
+SETTINGS = [
+    {},
+    {"beta": 0.1},
+    {"task_covariance": False},
+    {"one_shot_covariance": "published"},
+    {"task_covariance": False, "one_shot_covariance": "published"},
+]
+
+
+def make_task(
+    seed: int, shots: list[int], d: int, queries: int = 20, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw shuffled support features and labels, and queries, from one Gaussian a class."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(len(shots)).repeat_interleave(torch.tensor(shots))
+    labels = labels[torch.randperm(len(labels), generator=generator)]
+    centres = 3 * torch.randn(len(shots), d, generator=generator)
+    support = centres[labels] + torch.randn(len(labels), d, generator=generator)
+    of_queries = torch.randint(len(shots), (queries,), generator=generator)
+    query = centres[of_queries] + torch.randn(queries, d, generator=generator)
+    return (scale * support).to(dtype), labels, (scale * query).to(dtype)
+
+
+def assert_equals_reference(features: Tensor, labels: Tensor, queries: Tensor, **settings: object) -> None:
+    got = RegularizedCovariance(**settings)(features, labels).squared_distance(queries)  # type: ignore[arg-type]
+    expected = reference.squared_mahalanobis(features, labels, queries, **settings)
+    assert got.dtype == features.dtype
+    assert (got >= 0).all()
+    # A distance that is zero but for rounding has no relative error.
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-12 * float(expected.max()))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_distances_equal_the_dense_reference(seed: int, settings: dict[str, object]) -> None:
+    rng = np.random.default_rng(seed)
+    shots = rng.integers(1, 31, size=rng.integers(1, 51)).tolist()
+    d = int(rng.choice([2, 7, 64, 200]))
+    features, labels, queries = make_task(seed, shots, d, scale=10 ** rng.uniform(-3, 3))
+    assert_equals_reference(features, labels, queries, **settings)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize(("shots", "d"), [([5] * 5, 640), ([1, 2, 7, 30, 3], 512), ([30] * 25, 640), ([9, 4, 1], 2)])
+def test_distances_equal_the_dense_reference_at_every_scale_of_features(shots: list[int], d: int, scale: float) -> None:
+    assert_equals_reference(*make_task(1, shots, d, scale=scale))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("shots", "d"), [([1, 4, 9], 30), ([1, 4, 9, 20], 6)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_constant_and_duplicated_features_and_examples_are_exact(
+    shots: list[int], d: int, scale: float, settings: dict[str, object]
+) -> None:
+    features, labels, queries = make_task(2, shots, d)
+    features[:, 1], queries[:, 1] = 0.5, 0.5  # constant
+    features[:, 2] = 0.25  # constant in the support alone
+    features[:, 4], queries[:, 4] = features[:, 3], queries[:, 3]  # duplicated feature
+    features[labels == 1] = features[labels == 1][0]  # duplicated examples
+    queries[:3] = features[:3]  # queries from the support
+    assert_equals_reference(scale * features, labels, scale * queries, **settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_one_example_in_all_is_served(settings: dict[str, object]) -> None:
+    assert_equals_reference(*make_task(3, [1], 8), **settings)
+
+
+def test_identical_support_examples_leave_the_scaled_euclidean_distance() -> None:
+    features = torch.ones(6, 4)
+    labels = torch.tensor([0, 0, 1, 1, 2, 2])
+    queries = torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, 1.0, 1.0, 1.0]])
+    distances = RegularizedCovariance(beta=2.0)(features, labels).squared_distance(queries)
+    assert torch.equal(distances, torch.tensor([[0.0] * 3, [2.0] * 3]))
+
+
+@pytest.mark.parametrize("case", sorted(path.name for path in GOLDEN.glob("simple_*.npz")))
+def test_published_logits_follow_from_the_published_features(case: str) -> None:
+    golden = {name: torch.from_numpy(array) for name, array in np.load(GOLDEN / case).items()}
+    gaussians = RegularizedCovariance(one_shot_covariance="published")(
+        golden["support_features"], golden["support_labels"].long()
+    )
+    distances = gaussians.squared_distance(golden["query_features"])
+    torch.testing.assert_close(-distances, golden["logits"], rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("shots", "d"), [([1, 2, 5], 12), ([1, 2, 9, 12], 4)])
+def test_covariance_and_precision_equal_the_dense_reference(
+    shots: list[int], d: int, settings: dict[str, object]
+) -> None:
+    features, labels, _ = make_task(4, shots, d, dtype=torch.float64)
+    gaussians = RegularizedCovariance(**settings)(features, labels)  # type: ignore[arg-type]
+    expected = reference.class_covariances(features, labels, **settings)  # type: ignore[arg-type]
+    torch.testing.assert_close(gaussians.covariance(), expected)
+    torch.testing.assert_close(gaussians.precision(), torch.linalg.inv(expected))
+
+
+def test_covariances_are_symmetric_and_at_least_beta() -> None:
+    features, labels, _ = make_task(5, [1, 3, 8], 20, dtype=torch.float64)
+    q = RegularizedCovariance(beta=0.5)(features, labels).covariance()
+    torch.testing.assert_close(q, q.mT)
+    assert torch.linalg.eigvalsh(q).min() >= 0.5 * (1 - 1e-12)
+
+
+def test_one_shot_class_has_zero_covariance() -> None:
+    features, labels, _ = make_task(6, [1, 5], 3, dtype=torch.float64)
+    q = RegularizedCovariance()(features, labels).covariance()[0]
+    # Equation 3 with n_k = 1: half of Sigma, and beta I.
+    torch.testing.assert_close(q, 0.5 * torch.cov(features.T) + torch.eye(3, dtype=torch.float64))
+
+
+def test_means_and_counts_are_those_of_the_classes() -> None:
+    features, labels, _ = make_task(7, [3, 1, 4, 2], 6)
+    gaussians = RegularizedCovariance()(features, labels)
+    assert gaussians.counts.tolist() == [3, 1, 4, 2]
+    expected = torch.stack([features[labels == label].mean(dim=0) for label in range(4)])
+    torch.testing.assert_close(gaussians.means, expected)
+    torch.testing.assert_close(class_means(features, labels), expected)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_order_of_the_support_does_not_matter(settings: dict[str, object]) -> None:
+    features, labels, queries = make_task(8, [1, 5, 2, 7], 30)
+    module = RegularizedCovariance(**settings)  # type: ignore[arg-type]
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    shuffled = module(features[order], labels[order]).squared_distance(queries)
+    torch.testing.assert_close(shuffled, module(features, labels).squared_distance(queries))
+
+
+def test_renaming_the_labels_permutes_the_distances() -> None:
+    features, labels, queries = make_task(9, [1, 5, 2, 7], 30)
+    names = torch.tensor([2, 0, 3, 1])
+    renamed = RegularizedCovariance()(features, names[labels]).squared_distance(queries)
+    torch.testing.assert_close(renamed[:, names], RegularizedCovariance()(features, labels).squared_distance(queries))
+
+
+@pytest.mark.parametrize("d", [5, 40])
+def test_translation_and_rotation_of_all_features_change_nothing(d: int) -> None:
+    features, labels, queries = make_task(10, [1, 5, 2, 7], d, dtype=torch.float64)
+    rotation = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).Q
+    module = RegularizedCovariance()
+    moved = module(features @ rotation + 100.0, labels).squared_distance(queries @ rotation + 100.0)
+    torch.testing.assert_close(moved, module(features, labels).squared_distance(queries), rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_querys_distances_do_not_depend_on_chunks_or_company(
+    settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features, labels, queries = make_task(11, [1, 1, 5, 40, 5], 30, scale=100.0)
+    queries[4] = features[0]
+    gaussians = RegularizedCovariance(**settings)(features, labels)  # type: ignore[arg-type]
+    expected = gaussians.squared_distance(queries)
+    torch.testing.assert_close(gaussians.squared_distance(queries[3:5]), expected[3:5])
+    assert gaussians.squared_distance(queries[:0]).shape == (0, 5)
+    monkeypatch.setattr(covariance_module, "_CHUNK_NUMBERS", 200)
+    torch.testing.assert_close(gaussians.squared_distance(queries), expected)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("shots", "d"), [([1, 3, 4], 10), ([1, 3, 1, 5], 3), ([1], 3)])
+@pytest.mark.parametrize("duplicated", [False, True])
+def test_gradients_equal_those_of_the_dense_reference(
+    shots: list[int], d: int, duplicated: bool, settings: dict[str, object]
+) -> None:
+    features, labels, queries = make_task(12, shots, d, queries=4, dtype=torch.float64)
+    if duplicated:
+        features[:, 1] = features[:, 0]
+        features[labels == labels[0]] = features[0]
+        queries[0] = features[0]
+        queries[1] = features[-1]
+    weights = torch.randn(4, len(shots), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def gradients(distance) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+        inputs = features.clone().requires_grad_(), queries.clone().requires_grad_()
+        return torch.autograd.grad((weights * distance(*inputs)).sum(), inputs)
+
+    fast = gradients(lambda x, q: RegularizedCovariance(**settings)(x, labels).squared_distance(q))  # type: ignore[arg-type]
+    dense = gradients(lambda x, q: reference.squared_mahalanobis(x, labels, q, **settings))
+    torch.testing.assert_close(fast, dense, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("one_shot_covariance", ["zero", "published"])
+@pytest.mark.parametrize("d", [3, 8])
+def test_gradients_equal_finite_differences(d: int, one_shot_covariance: str) -> None:
+    features, labels, queries = make_task(13, [1, 2, 4], d, queries=2, dtype=torch.float64)
+    features[:, 1] = features[:, 0]
+    module = RegularizedCovariance(one_shot_covariance=one_shot_covariance)
+    torch.autograd.gradcheck(
+        lambda x, q: module(x, labels).squared_distance(q), (features.requires_grad_(), queries.requires_grad_())
+    )
+
+
+def test_constant_one_shot_vector_has_finite_gradients_under_the_published_covariance() -> None:
+    features = torch.tensor([[1.0, 1.0, 1.0], [0.0, 2.0, 1.0], [3.0, 0.0, 1.0]], requires_grad=True)
+    module = RegularizedCovariance(one_shot_covariance="published")
+    module(features, torch.tensor([0, 1, 1])).squared_distance(torch.eye(3)).sum().backward()
+    assert torch.isfinite(features.grad).all()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision_and_autocast_do_not_reach_the_algebra(dtype: torch.dtype) -> None:
+    features, labels, queries = make_task(14, [1, 5, 2], 30, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gaussians = RegularizedCovariance()(features, labels)
+        distances = gaussians.squared_distance(queries)
+        precision = gaussians.precision()
+    assert distances.dtype == gaussians.means.dtype == precision.dtype == torch.float32
+    expected = reference.squared_mahalanobis(features, labels, queries)
+    torch.testing.assert_close(distances.double(), expected, rtol=1e-5, atol=0.0)
+    q = reference.class_covariances(features, labels)
+    torch.testing.assert_close(precision.double(), torch.linalg.inv(q), rtol=1e-5, atol=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the size of the largest tensor that any operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize(("ways", "d"), [(60, 64), (20, 256)])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_no_tensor_is_larger_than_the_support_features_and_the_chunk(
+    ways: int, d: int, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(covariance_module, "_CHUNK_NUMBERS", 10_000)
+    features, labels, queries = make_task(15, [1, 4] * (ways // 2), d, queries=300, scale=100.0)
+    with LargestTensor() as largest:
+        RegularizedCovariance(**settings)(features, labels).squared_distance(queries)  # type: ignore[arg-type]
+    # Whitened features have d + n entries where n < d; matrices d x d per class would be far larger.
+    bound = max(10_000, queries.numel(), len(labels) * (d + min(len(labels), d)))
+    assert largest.numbers <= bound < ways * d * d
+
+
+def test_class_gaussians_survive_pickling() -> None:
+    features, labels, queries = make_task(16, [1, 5, 9, 2], 6)
+    gaussians = RegularizedCovariance()(features, labels)
+    restored = pickle.loads(pickle.dumps(gaussians))
+    assert torch.equal(restored.squared_distance(queries), gaussians.squared_distance(queries))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"beta": 0.0}, "beta must be positive"),
+        ({"beta": float("nan")}, "beta must be positive"),
+        ({"beta": float("inf")}, "beta must be positive"),
+        ({"one_shot_covariance": "none"}, "'none'"),
+    ],
+)
+def test_invalid_settings_are_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RegularizedCovariance(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "message"),
+    [
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int64), r"shape \(n, d\)"),
+        (torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64), r"shape \(n, d\)"),
+        (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), "floating point"),
+        (torch.zeros(3, 2), torch.zeros(3), "int64"),
+        (torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64), "int64"),
+        (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64), "3 support features but 2 labels"),
+        (torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), "empty"),
+        (torch.zeros(3, 2), torch.tensor([0, 1, 3]), "class 2 has no support example"),
+        (torch.zeros(3, 2), torch.tensor([1, 1, 1]), "class 0 has no support example"),
+        (torch.zeros(3, 2), torch.tensor([0, 1, 10**12]), "class 2 has no support example"),
+        (torch.zeros(3, 2), torch.tensor([0, -1, 1]), "got -1"),
+        (torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]), torch.tensor([0, 1]), "row 1 of support features"),
+        (torch.tensor([[0.0, float("inf")], [0.0, 1.0]]), torch.tensor([0, 1]), "row 0 of support features"),
+    ],
+)
+def test_invalid_support_is_named(features: Tensor, labels: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RegularizedCovariance()(features, labels)
+    with pytest.raises(ValueError, match=message):
+        class_means(features, labels)
+
+
+@pytest.mark.parametrize(
+    ("queries", "message"),
+    [
+        (torch.zeros(5), r"shape \(n, d\)"),
+        (torch.zeros(5, 3), "3 columns, but the support features had 2"),
+        (torch.tensor([[0.0, 0.0], [0.0, float("nan")]]), "row 1 of query features"),
+    ],
+)
+def test_invalid_queries_are_named(queries: Tensor, message: str) -> None:
+    gaussians = RegularizedCovariance()(torch.eye(2), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=message):
+        gaussians.squared_distance(queries)
+
+
+@pytest.mark.parametrize("d", [2, 30])
+def test_features_too_large_for_beta_are_refused(d: int) -> None:
+    features, labels, _ = make_task(17, [4, 4, 4], d, scale=1e12, dtype=torch.float64)
+    features[:, 1] = features[:, 0]
+    with pytest.raises(ValueError, match="scale the features down or raise beta"):
+        RegularizedCovariance()(features, labels)

@@ -1,0 +1,137 @@
+"""Every head against its formula, one pair of query and class mean at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.heads import HEADS, Head, LinearHead, MahalanobisHead
+from tests import reference
+from tests.test_covariance import make_task
+
+COMPARE = {
+    "euclidean": lambda x, mu: -((x - mu) ** 2).sum(),
+    "manhattan": lambda x, mu: -(x - mu).abs().sum(),
+    "cosine": lambda x, mu: (x @ mu) / (x.norm() * mu.norm()),
+    "dot_product": lambda x, mu: x @ mu,
+}
+
+
+@pytest.fixture
+def task() -> tuple[Tensor, Tensor, Tensor]:
+    return make_task(0, [1, 5, 2, 3], 512, queries=6)
+
+
+def make_head(name: str) -> Head[object]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return HEADS[name]()
+
+
+@pytest.mark.parametrize("name", COMPARE)
+def test_metric_heads_follow_their_formula(name: str, task: tuple[Tensor, Tensor, Tensor]) -> None:
+    expected = reference.pairwise(*task, COMPARE[name])
+    torch.testing.assert_close(make_head(name)(*task).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_mahalanobis_logits_are_minus_the_scaled_distance(scale: float, task: tuple[Tensor, Tensor, Tensor]) -> None:
+    head = MahalanobisHead(RegularizedCovariance(beta=0.3), scale=scale)
+    expected = -scale * reference.squared_mahalanobis(*task, beta=0.3)
+    torch.testing.assert_close(head(*task).double(), expected, rtol=1e-5, atol=0.0)
+
+
+def test_linear_head_generates_each_row_from_the_class_mean(task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    head = make_head("linear")
+    assert isinstance(head, LinearHead)
+    w, b = head.weight_generator, head.bias_generator
+    columns = []
+    for label in range(4):
+        m = features[labels == label].mean(dim=0)
+        row = w.linear3(F.elu(w.linear2(F.elu(w.linear1(m))))) + m
+        bias = b.linear3(F.elu(b.linear2(F.elu(b.linear1(m)))))
+        columns.append(queries @ row + bias)
+    torch.testing.assert_close(head(*task), torch.stack(columns, dim=1))
+
+
+def test_linear_head_has_the_parameters_that_simple_cnaps_does_without() -> None:
+    assert sum(parameter.numel() for parameter in LinearHead().parameters()) == 788_485
+    assert not list(MahalanobisHead().parameters())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_two_steps_equal_one_call_and_leave_the_module_as_it_was(
+    name: str, task: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    head = make_head(name)
+    before = {key: value.clone() for key, value in head.state_dict().items()}
+    state = head.fit(task[0], task[1])
+    assert torch.equal(head.logits(state, task[2]), head(*task))
+    assert all(torch.equal(value, before[key]) for key, value in head.state_dict().items())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_querys_logits_do_not_depend_on_its_company(name: str, task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    head = make_head(name)
+    torch.testing.assert_close(head(features, labels, queries[2:3]), head(*task)[2:3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_are_differentiable_in_support_and_queries(name: str) -> None:
+    features, labels, queries = make_task(1, [1, 3], 4, queries=3, dtype=torch.float64)
+    head = LinearHead(in_features=4).double() if name == "linear" else make_head(name)
+    inputs = features.requires_grad_(), queries.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, q: head(x, labels, q), inputs)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_reduced_precision_features_are_computed_in_float32_outside_autocast(
+    name: str, task: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    head = make_head(name)
+    features, labels, queries = task[0].bfloat16(), task[1], task[2].bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = head(features, labels, queries)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, head(features.float(), labels, queries.float()))
+
+
+@pytest.mark.parametrize("name", ["euclidean", "manhattan"])
+def test_the_distance_to_a_one_shot_support_example_is_zero(name: str, task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, _ = task
+    logits = make_head(name)(1e3 * features, labels, 1e3 * features)
+    assert logits[labels == 0, 0].item() == 0.0
+    assert (logits <= 0).all()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_bad_input_is_named(name: str, task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    head = make_head(name)
+    broken = features.clone()
+    broken[3, 7] = float("nan")
+    with pytest.raises(ValueError, match="row 3 of support features"):
+        head.fit(broken, labels)
+    with pytest.raises(ValueError, match="class 1 has no support example"):
+        head.fit(features, 2 * labels)
+    state = head.fit(features, labels)
+    with pytest.raises(ValueError, match="100 columns"):
+        head.logits(state, queries[:, :100])
+    with pytest.raises(ValueError, match="row 0 of query features"):
+        head.logits(state, queries / 0.0)
+
+
+def test_linear_head_names_the_width_it_was_made_for() -> None:
+    with pytest.raises(ValueError, match="in_features=512"):
+        LinearHead().fit(torch.zeros(2, 64), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_scale_must_be_positive(scale: float) -> None:
+    with pytest.raises(ValueError, match="scale must be positive"):
+        MahalanobisHead(scale=scale)
