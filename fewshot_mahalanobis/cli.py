@@ -6,7 +6,7 @@ import csv
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -48,7 +48,9 @@ def fit(
     support: Annotated[Path, typer.Argument(help="Folder with one sub-folder of images a class.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write the fitted classifier to.")],
     checkpoint: Annotated[str, typer.Option(help="Name, folder or Hub repository.")] = "default",
-    head: Annotated[str, typer.Option(help="mahalanobis, euclidean, manhattan, cosine or dot_product.")] = "mahalanobis",
+    head: Annotated[
+        str, typer.Option(help="mahalanobis, euclidean, manhattan, cosine or dot_product.")
+    ] = "mahalanobis",
     adapt: Annotated[bool, typer.Option(help="Adapt the network to the support set.")] = True,
     device: Device = "auto",
 ) -> None:
@@ -95,7 +97,7 @@ def predict(
 def pretrain(
     sources: Annotated[list[str], typer.Argument(help="Folders or zips of class folders; PATH:SPLIT names a split.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; an unfinished run there goes on.")],
-    validation: Annotated[Optional[str], typer.Option(help="Source of other classes to report on.")] = None,
+    validation: Annotated[str | None, typer.Option(help="Source of other classes to report on.")] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 8,
     batch_size: Annotated[int, typer.Option(min=2)] = 128,
     peak_lr: Annotated[float, typer.Option(help="Highest learning rate, at batch size 128.")] = 0.2,
@@ -123,7 +125,7 @@ def meta_train(
     sources: Annotated[list[str], typer.Argument(help='Folders or zips of class folders, or "glyphs" (drawn here).')],
     backbone: Annotated[str, typer.Option(help="backbone.safetensors, written by `pretrain`.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; an unfinished run there goes on.")],
-    validation: Annotated[Optional[list[str]], typer.Option(help="Sources of other classes to report on.")] = None,
+    validation: Annotated[list[str] | None, typer.Option(help="Sources of other classes to report on.")] = None,
     adaptation: Annotated[str, typer.Option(help="film or auto-regressive.")] = "film",
     head: Annotated[str, typer.Option(help="mahalanobis, euclidean, manhattan, cosine, dot_product or linear.")] = (
         "mahalanobis"
@@ -131,7 +133,9 @@ def meta_train(
     task_covariance: Annotated[bool, typer.Option(help='Without it: the "-TR" ablation.')] = True,
     projection: Annotated[bool, typer.Option(help='The "+P" variant.')] = False,
     scale: Annotated[float, typer.Option(help="s of the Mahalanobis head.")] = 1.0,
-    feature_scale: Annotated[float, typer.Option(help="Factor on the backbone's features, so that beta = 1 fits.")] = 1.0,
+    feature_scale: Annotated[
+        float, typer.Option(help="Factor on the backbone's features, so that beta = 1 fits.")
+    ] = 1.0,
     tasks: Annotated[int, typer.Option(min=1)] = 16_000,
     tasks_per_step: Annotated[int, typer.Option(min=1)] = 16,
     learning_rate: Annotated[float, typer.Option(help="Adam's, falling to zero by half a cosine.")] = 5e-4,
@@ -173,11 +177,13 @@ def meta_train(
 def evaluate(
     sources: Annotated[list[str], typer.Argument(help="Folders or zips of class folders; PATH:SPLIT names a split.")],
     checkpoint: Annotated[str, typer.Option(help="Name, folder or Hub repository.")] = "default",
-    shots: Annotated[Optional[list[int]], typer.Option("--shot", help="Support images a class; may be repeated.")] = None,
+    shots: Annotated[list[int] | None, typer.Option("--shot", help="Support images a class; may be repeated.")] = None,
     way: Annotated[int, typer.Option(min=2, help="Classes an episode.")] = 5,
     queries: Annotated[int, typer.Option(min=1, help="Query images a class.")] = 10,
     episodes: Annotated[int, typer.Option(min=2, help="Episodes a source.")] = 600,
-    results: Annotated[Optional[Path], typer.Option("--results", "-o", help="JSON file; what it holds is not redone.")] = None,
+    results: Annotated[
+        Path | None, typer.Option("--results", "-o", help="JSON file; what it holds is not redone.")
+    ] = None,
     precision: Annotated[Precision, typer.Option(help="Precision of the convolutions.")] = Precision.float32,
     device: Device = "auto",
     seed: Seed = 0,
@@ -213,7 +219,7 @@ def checkpoints() -> None:
     typer.echo(str(available_checkpoints()))
 
 
-class _clear_errors:  # noqa: N801 - reads as the statement it is
+class _clear_errors:
     """Turn the library's errors about what the user gave into one line and exit status 1."""
 
     def __enter__(self) -> None:

@@ -71,6 +71,11 @@ def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
     return np.asarray(rgb)
 
 
+def to_network_range(images: Tensor) -> Tensor:
+    """Pixels from 0 to 255, of any type and shape -> float32 in [-1, 1], the range that the network reads."""
+    return images.float() / 127.5 - 1
+
+
 class ImageBatches:
     """A collection of images as float32 batches (b, 3, size, size) in [-1, 1], decoded in threads.
 
@@ -129,7 +134,7 @@ class ImageBatches:
 
 def _normalised(images: list[Future[NDArray[np.uint8]]]) -> Tensor:
     stacked = torch.from_numpy(np.stack([image.result() for image in images]))
-    return stacked.permute(0, 3, 1, 2).float() / 127.5 - 1
+    return to_network_range(stacked.permute(0, 3, 1, 2))
 
 
 def _checked(images: Any) -> Sequence[Any]:

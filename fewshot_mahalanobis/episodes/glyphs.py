@@ -19,8 +19,23 @@ from scipy.ndimage import gaussian_filter, map_coordinates
 from fewshot_mahalanobis.episodes.sources import ImageSource
 
 #: First and last code points of the scripts drawn: Latin, Greek, Cyrillic, Armenian, Georgian, symbols.
-SCRIPTS = ((0x21, 0x7E), (0x391, 0x3C9), (0x402, 0x45F), (0x531, 0x587), (0x10D0, 0x10F5), (0x2190, 0x2199), (0x25A0, 0x25FF))
-TYPEFACES = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSerif", "DejaVuSerif-Italic", "DejaVuSansMono")
+SCRIPTS = (
+    (0x21, 0x7E),
+    (0x391, 0x3C9),
+    (0x402, 0x45F),
+    (0x531, 0x587),
+    (0x10D0, 0x10F5),
+    (0x2190, 0x2199),
+    (0x25A0, 0x25FF),
+)
+TYPEFACES = (
+    "DejaVuSans",
+    "DejaVuSans-Bold",
+    "DejaVuSans-Oblique",
+    "DejaVuSerif",
+    "DejaVuSerif-Italic",
+    "DejaVuSansMono",
+)
 
 
 def draw_glyphs(images_per_class: int = 24, size: int = 84, seed: int = 0) -> ImageSource:

@@ -79,12 +79,12 @@ def draw_episode(
 
 
 def draw_training_shots(classes: Sequence[NDArray[np.int64]], rng: np.random.Generator) -> list[int]:
-    """Ways and shots for meta-training on tasks like those a user brings: 5 to 10 ways, 1 to 8 shots.
+    """Ways and shots for meta-training on tasks like those a user brings: 5 to 10 ways, 1 to 6 shots.
 
     Half of the tasks have one number of shots, half a number for each class.
     """
     way = int(rng.integers(5, 11))
-    most = min(8, int(np.median([len(images) for images in classes])) - 2)
+    most = min(6, int(np.median([len(images) for images in classes])) - 2)
     enough = sum(len(images) > most for images in classes)
     way = min(way, enough)
     if rng.random() < 0.5:

@@ -4,7 +4,7 @@ A source is any of
 
 - a folder ``ROOT/<class>/<image>``;
 - a folder ``ROOT/<split>/<class>/<image>``, with ``split`` named;
-- a zip (or a folder of zips' contents) of either layout.
+- a zip of either layout.
 
 Every image is resized to one square size, as Meta-Dataset does (Triantafillou et al., ICLR 2020), so a
 source is one uint8 array: 21 kB an image at 84 x 84.
@@ -21,8 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
+
+from fewshot_mahalanobis.images import to_network_range, to_square_array
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
 
@@ -45,6 +49,10 @@ class ImageSource:
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
     class_names: tuple[str, ...]
+
+    def network_input(self, indices: NDArray[np.int64]) -> Tensor:
+        """Images by their indices (n,) as the network reads them: float32 (n, 3, size, size) in [-1, 1]."""
+        return to_network_range(torch.from_numpy(self.images[indices]).permute(0, 3, 1, 2))
 
     def indices_of_class(self) -> list[NDArray[np.int64]]:
         """The image indices of each class, in class order."""
@@ -74,8 +82,6 @@ def load_source(path: str | Path, *, split: str | None = None, size: int = 84, w
     ValueError
         There is no class folder, fewer than two classes, or an image that cannot be read.
     """
-    from fewshot_mahalanobis.images import to_square_array
-
     path, split = split_from_path(path, split)
     members = _zip_members(path) if path.is_file() else _folder_members(path)
     by_class: dict[str, list[tuple[str, Callable[[], bytes]]]] = {}
@@ -89,9 +95,7 @@ def load_source(path: str | Path, *, split: str | None = None, size: int = 84, w
         if folders:
             by_class.setdefault(folders[-1], []).append(("/".join(parts), read))
     if split is None and len(splits) > 1:
-        raise ValueError(
-            f"{path} has the splits {sorted(splits)}; name one, as in '{path}:{sorted(splits)[0]}'"
-        )
+        raise ValueError(f"{path} has the splits {sorted(splits)}; name one, as in '{path}:{sorted(splits)[0]}'")
     if len(by_class) < 2:
         where = f"split {split!r} of {path}" if split is not None else str(path)
         known = f"; its splits are {sorted(splits)}" if splits else ""
@@ -100,7 +104,11 @@ def load_source(path: str | Path, *, split: str | None = None, size: int = 84, w
             f"(expected [<split>/]<class>/<image>{known})"
         )
     names = tuple(sorted(by_class, key=_natural))
-    items = [(label, item) for label, name in enumerate(names) for item in sorted(by_class[name], key=lambda i: _natural(i[0]))]
+    items = [
+        (label, item)
+        for label, name in enumerate(names)
+        for item in sorted(by_class[name], key=lambda i: _natural(i[0]))
+    ]
 
     def decode(entry: tuple[int, tuple[str, Callable[[], bytes]]]) -> NDArray[np.uint8]:
         member, read = entry[1]
@@ -116,6 +124,53 @@ def load_source(path: str | Path, *, split: str | None = None, size: int = 84, w
             images[index] = array
     labels = np.fromiter((label for label, _ in items), dtype=np.int64, count=len(items))
     return ImageSource(path.stem + (f"/{split}" if split else ""), images, labels, names)
+
+
+def image_files(root: str | Path) -> tuple[list[Path], list[str]]:
+    """Paths and labels of a folder of class folders, ``ROOT/<class>/<image>``.
+
+    Raises
+    ------
+    FileNotFoundError
+        ``root`` is no folder.
+    ValueError
+        It has fewer than two class folders with images.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"no folder {str(root)!r}: expected one with a sub-folder of images for each class")
+    paths = [file for folder in sorted(root.iterdir()) if folder.is_dir() for file in images_below(folder, empty=True)]
+    labels = [path.relative_to(root).parts[0] for path in paths]
+    if len(set(labels)) < 2:
+        raise ValueError(
+            f"{root} has {len(set(labels))} sub-folders with images; at least 2 are needed, one for each class"
+        )
+    return paths, labels
+
+
+def images_below(path: str | Path, *, empty: bool = False) -> list[Path]:
+    """The image files in a folder and its sub-folders, or the one file that ``path`` is.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is nothing at ``path``.
+    ValueError
+        A folder holds no image, unless ``empty`` allows that.
+    """
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"no image file or folder {str(path)!r}")
+    files = [
+        file
+        for file in sorted(path.rglob("*"), key=lambda f: _natural(str(f)))
+        if _is_image(file.name) and file.is_file()
+    ]
+    if not files and not empty:
+        raise ValueError(f"folder {str(path)!r} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
+    return files
 
 
 def split_from_path(path: str | Path, split: str | None = None) -> tuple[Path, str | None]:
@@ -139,9 +194,8 @@ def _is_image(name: str) -> bool:
 
 
 def _folder_members(root: Path) -> Iterator[tuple[tuple[str, ...], Callable[[], bytes]]]:
-    for file in sorted(root.rglob("*")):
-        if _is_image(file.name) and file.is_file():
-            yield file.relative_to(root).parts, file.read_bytes
+    for file in images_below(root, empty=True):
+        yield file.relative_to(root).parts, file.read_bytes
 
 
 def _zip_members(path: Path) -> Iterator[tuple[tuple[str, ...], Callable[[], bytes]]]:

@@ -45,11 +45,6 @@ class Accuracy(NamedTuple):
         return f"{100 * self.mean:.1f} ± {100 * self.half_width:.1f}"
 
 
-def to_network_range(images: NDArray[np.uint8] | Tensor) -> Tensor:
-    """uint8 images (n, h, w, 3) -> float32 (n, 3, h, w) in [-1, 1]."""
-    return torch.as_tensor(images).permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
 def evaluate_source(
     model: SimpleCNAPS,
     source: ImageSource,
@@ -95,9 +90,9 @@ def evaluate_source(
     plain: Tensor | None = None
     plain_task = AdaptedTask(model, None, model.head, dtype)
     if any(not v.adapt for v in variants):
-        chunks = torch.from_numpy(source.images).split(1024)
-        bar = tqdm(chunks, desc=f"{source.name} features", disable=not progress, leave=False)
-        plain = torch.cat([plain_task.features(to_network_range(chunk), batch_size) for chunk in bar])
+        batches = np.array_split(np.arange(len(source.images)), math.ceil(len(source.images) / batch_size))
+        bar = tqdm(batches, desc=f"{source.name} features", disable=not progress, leave=False)
+        plain = torch.cat([plain_task.features(source.network_input(batch), batch_size) for batch in bar])
     accuracies: dict[Variant, list[float]] = {v: [] for v in variants}
     for index in tqdm(range(episodes), desc=f"{source.name} {way}-way {shot}-shot", disable=not progress, leave=False):
         episode = draw_episode(classes, [shot] * way, queries, episode_rng(seed, index))
@@ -107,9 +102,8 @@ def evaluate_source(
         if plain is not None:
             features[False] = plain[episode.support], plain[episode.query]
         if any(v.adapt for v in variants):
-            support = to_network_range(source.images[episode.support])
-            task = model.adapt(support, labels, dtype=dtype, batch_size=batch_size)
-            features[True] = task.support_features, task.features(to_network_range(source.images[episode.query]))
+            task = model.adapt(source.network_input(episode.support), labels, dtype=dtype, batch_size=batch_size)
+            features[True] = task.support_features, task.features(source.network_input(episode.query), batch_size)
         for variant in variants:
             support_features, query_features = features[variant.adapt]
             with torch.no_grad():

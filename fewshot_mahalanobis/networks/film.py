@@ -31,7 +31,7 @@ Film = Sequence[LayerFilm]
 
 
 def film_batch_norm(bn: nn.Module, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    """gamma * bn(x) + beta, with ``bn`` in inference mode whatever mode the module is in.
+    """Gamma * bn(x) + beta, with ``bn`` in inference mode whatever mode the module is in.
 
     Scale and shift stay in float32 when x is in bfloat16, where gamma = 1.002 would round to 1.
     """

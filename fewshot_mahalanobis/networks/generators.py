@@ -81,7 +81,7 @@ class AutoregressiveLayerGenerator(_BlockProcessors):
         self.shared_post = nn.Sequential(nn.Linear(channels, channels), nn.ReLU())
 
     def forward(self, z: Tensor, activations: Tensor) -> LayerFilm:
-        """z (64,) and mean-pooled support activations (n, C_in) -> FiLM parameters of the layer's blocks."""
+        """Z (64,) and mean-pooled support activations (n, C_in) -> FiLM parameters of the layer's blocks."""
         h = self.shared_post(self.shared(activations).mean(dim=0))
         return self.film(torch.cat([h, z]))
 
@@ -100,7 +100,7 @@ class FilmGenerator(nn.Module):
     def forward(
         self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
     ) -> list[LayerFilm]:
-        """z (64,) -> 4 layers of 2 BlockFilm. The support images and the extractor are not looked at."""
+        """Z (64,) -> 4 layers of 2 BlockFilm. The support images and the extractor are not looked at."""
         return [layer(z) for layer in self.layers]
 
 
@@ -117,7 +117,7 @@ class AutoregressiveFilmGenerator(FilmGenerator):
     def forward(
         self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
     ) -> list[LayerFilm]:
-        """z (64,), support images (n, 3, h, w) and the frozen network -> 4 layers of 2 BlockFilm.
+        """Z (64,), support images (n, 3, h, w) and the frozen network -> 4 layers of 2 BlockFilm.
 
         The support set passes through the network one layer at a time: the statistics that condition a
         layer are means over the whole set, so they do not depend on ``chunk_size``.

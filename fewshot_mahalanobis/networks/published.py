@@ -20,8 +20,8 @@ _RENAMES = (
     (r"\.(gamma[12]|beta[12])_regularizers\.(\d)$", lambda m: f".scales.{m[2]}.{m[1]}"),
     # Their residual dense layer wraps a Linear; ours is one.
     (r"^(film_generator\..*)\.linear\.(weight|bias)$", lambda m: f"{m[1]}.{m[2]}"),
-    (r"^classifier_adaptation_network\.weight_means_processor\.", lambda m: "head.weight_network."),
-    (r"^classifier_adaptation_network\.bias_means_processor\.", lambda m: "head.bias_network."),
+    (r"^classifier_adaptation_network\.weight_means_processor\.", lambda m: "head.weight_generator."),
+    (r"^classifier_adaptation_network\.bias_means_processor\.", lambda m: "head.bias_generator."),
 )
 _RESNET_KEY = re.compile(r"^(module\.)?(conv1|bn1|layer[1-4]\.\d)\.")
 #: The auto-regressive models list the feature extractor a second time under this prefix.

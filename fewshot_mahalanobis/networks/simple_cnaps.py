@@ -109,6 +109,8 @@ class SimpleCNAPS(
             raise ValueError(f"adaptation must be one of {sorted(GENERATORS)}, not {adaptation!r}")
         if head not in HEADS:
             raise ValueError(f"head must be one of {sorted(HEADS)}, not {head!r}")
+        if not 32 <= image_size <= 1024:  # the set encoder halves an image five times
+            raise ValueError(f"image_size must be from 32 to 1024 pixels, not {image_size!r}")
         self.config: dict[str, Any] = {
             "adaptation": adaptation,
             "head": head,
@@ -142,7 +144,7 @@ class SimpleCNAPS(
     # ---------------------------------------------------------------- the method
 
     def task_representation(self, support_images: Tensor, chunk_size: int | None = None) -> Tensor:
-        """z = g_phi(S): support images (n, 3, h, w) in [-1, 1] -> (64,)."""
+        """Z = g_phi(S): support images (n, 3, h, w) in [-1, 1] -> (64,)."""
         if self.set_encoder is None:
             raise ValueError("this model does not adapt: it has no set encoder")
         return self.set_encoder(support_images, chunk_size)
@@ -274,12 +276,34 @@ class SimpleCNAPS(
 
     @classmethod
     def _from_pretrained(
-        cls, *, model_id: str, revision: str | None = None, map_location: str = "cpu", **kwargs: Any
+        cls,
+        *,
+        model_id: str,
+        revision: str | None,
+        cache_dir: str | Path | None,
+        force_download: bool,
+        local_files_only: bool,
+        token: str | bool | None,
+        **settings: Any,
     ) -> SimpleCNAPS:
-        from fewshot_mahalanobis.checkpoints import load_checkpoint
+        """Read a folder or Hub repository; the mixin's ``from_pretrained`` calls it."""
+        from fewshot_mahalanobis.checkpoints import hub_checkpoint, read_checkpoint
 
-        model = load_checkpoint(model_id if revision is None else f"{model_id}@{revision}")
-        return model.to(map_location)
+        folder = Path(model_id)
+        if not folder.is_dir():
+            folder = hub_checkpoint(
+                model_id,
+                revision,
+                cache_dir=cache_dir,
+                token=token,
+                force_download=force_download,
+                local_files_only=local_files_only,
+            )
+        model = read_checkpoint(folder)
+        for name, value in settings.items():  # the mixin passes config.json's fields, overridden by the caller's
+            if name in model.config and value != model.config[name]:
+                raise ValueError(f"{model_id} has {name}={model.config[name]!r}; it cannot be loaded with {value!r}")
+        return model
 
 
 class AdaptedTask:

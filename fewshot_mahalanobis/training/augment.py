@@ -9,11 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def to_network_range(images: Tensor) -> Tensor:
-    """uint8 or float images in [0, 255] -> float32 in [-1, 1], the range the network reads."""
-    return images.float() / 127.5 - 1
-
-
 def uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> Tensor:
     """Float32 draws from U[low, high)."""
     return torch.rand(shape, generator=generator) * (high - low) + low

@@ -28,7 +28,6 @@ from fewshot_mahalanobis.episodes.sampling import draw_episode, draw_training_sh
 from fewshot_mahalanobis.episodes.sources import ImageSource, load_source
 from fewshot_mahalanobis.evaluation import evaluate_source
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.training.augment import to_network_range
 from fewshot_mahalanobis.training.run import RunFolder, autocast, choose_device
 
 #: The name that stands for the source which the project draws itself.
@@ -52,8 +51,8 @@ class MetaTrainRecipe:
     tasks_per_step: int = 16
     learning_rate: float = 5e-4
     penalty: float = 0.001
-    queries: int = 5
-    phases: tuple[tuple[float, int], ...] = ((0.5, 56), (0.5, 84))
+    queries: int = 3
+    phases: tuple[tuple[float, int], ...] = ((0.6, 48), (0.4, 84))
     seed: int = 0
 
 
@@ -93,8 +92,7 @@ class TrainingTasks(Dataset[Task]):
         classes = self.classes[which]
         episode = draw_episode(classes, draw_training_shots(classes, rng), self.recipe.queries, rng)
         chosen = np.concatenate([episode.support, episode.query])
-        images = torch.from_numpy(self.sources[which].images[chosen]).permute(0, 3, 1, 2)
-        images = one_camera(to_network_range(images), self.size_at(number), self.grey[which], rng)
+        images = one_camera(self.sources[which].network_input(chosen), self.size_at(number), self.grey[which], rng)
         support, query = images.split([len(episode.support), len(episode.query)])
         return Task(support, torch.from_numpy(episode.support_labels), query, torch.from_numpy(episode.query_labels))
 

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.episodes.sources import ImageSource, load_source
+from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.training.augment import (
     random_brightness_contrast,
     random_flips,
     random_resized_crops,
-    to_network_range,
 )
 from fewshot_mahalanobis.training.run import RunFolder, autocast, choose_device
 
@@ -207,22 +207,14 @@ def pretrain(
     return backbone.eval()
 
 
-@torch.no_grad()
-def extract_features(backbone: FilmResNet18, images: Tensor, device: torch.device, batch_size: int = 128) -> Tensor:
-    """uint8 images (n, h, w, 3) -> features (n, 512) of the network in inference mode."""
-    backbone.eval()
-    parts = []
-    for chunk in images.split(batch_size):
-        with autocast(device):
-            parts.append(backbone(to_network_range(chunk.permute(0, 3, 1, 2)).to(device)).float().cpu())
-    return torch.cat(parts)
-
-
 def nearest_mean_accuracy(
     backbone: FilmResNet18, source: ImageSource, device: torch.device, episodes: int = 400, seed: int = 0
 ) -> float:
     """5-way 5-shot accuracy of the nearest class mean on ``source``: how well features transfer, in seconds."""
-    features = extract_features(backbone, torch.from_numpy(source.images), device)
+    backbone.eval()
+    with torch.no_grad(), autocast(device):
+        batches = np.array_split(np.arange(len(source.images)), math.ceil(len(source.images) / 128))
+        features = torch.cat([backbone(source.network_input(batch).to(device)).cpu() for batch in batches])
     rng = np.random.default_rng(seed)
     classes = source.indices_of_class()
     correct = []

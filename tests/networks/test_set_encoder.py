@@ -1,0 +1,75 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fewshot_mahalanobis.networks.set_encoder import SetEncoder
+
+
+@pytest.fixture
+def encoder() -> SetEncoder:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = SetEncoder()
+        for norm in encoder.norms:
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.normal_(norm.bias, 0.0, 0.3)
+    return encoder
+
+
+def images(n: int, size: int = 40) -> torch.Tensor:
+    return torch.rand(n, 3, size, size, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def plain(encoder: SetEncoder, x: torch.Tensor) -> torch.Tensor:
+    """The definition, in float64: BatchNorm on the statistics of the whole set, layer by layer."""
+    x = x.double()
+    for conv, norm in zip(encoder.convs, encoder.norms, strict=True):
+        x = F.conv2d(x, conv.weight.double(), conv.bias.double(), padding=1)
+        mean = x.mean(dim=(0, 2, 3), keepdim=True)
+        variance = ((x - mean) ** 2).mean(dim=(0, 2, 3), keepdim=True)
+        x = (x - mean) / torch.sqrt(variance + norm.eps)
+        x = x * norm.weight.double()[:, None, None] + norm.bias.double()[:, None, None]
+        x = F.max_pool2d(torch.relu(x), 2)
+    return x.mean(dim=(2, 3)).mean(dim=0)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 3, 7, 20])
+@pytest.mark.parametrize("mode", [True, False])
+def test_statistics_are_those_of_the_whole_set_whatever_the_chunk(encoder, chunk_size, mode):
+    encoder.train(mode)
+    with torch.no_grad():
+        z = encoder(images(7), chunk_size)
+        assert z.shape == (64,)
+        torch.testing.assert_close(z.double(), plain(encoder, images(7)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_order_of_the_support_set_does_not_matter(encoder, chunk_size):
+    with torch.no_grad():
+        torch.testing.assert_close(
+            encoder(images(6).flip(0), chunk_size), encoder(images(6), chunk_size), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_no_state_changes(encoder):
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    encoder.train()
+    encoder(images(4))
+    assert encoder.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+
+
+def test_gradients_reach_every_parameter(encoder):
+    encoder(images(4)).square().sum().backward()
+    # A convolution's bias is removed by the normalisation that follows it, so only its gradient may vanish.
+    assert all(
+        p.grad.abs().max() > 0
+        for name, p in encoder.named_parameters()
+        if not name.startswith("convs.") or name.endswith("weight")
+    )
+
+
+def test_images_below_32_pixels_are_refused(encoder):
+    with pytest.raises(ValueError, match="at least 32 x 32"):
+        encoder(images(2, 31))

@@ -1,0 +1,63 @@
+import torch
+
+from fewshot_mahalanobis.images import to_network_range
+from fewshot_mahalanobis.training.augment import (
+    random_brightness_contrast,
+    random_flips,
+    random_resized_crops,
+)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def noise(n: int = 6, size: int = 20) -> torch.Tensor:
+    return torch.randint(0, 256, (n, size, size, 3), generator=generator(9), dtype=torch.uint8)
+
+
+def test_network_range_is_minus_one_to_one():
+    torch.testing.assert_close(to_network_range(torch.tensor([0, 255], dtype=torch.uint8)), torch.tensor([-1.0, 1.0]))
+
+
+def test_crops_have_the_size_asked_for_and_follow_from_the_generator():
+    crops = random_resized_crops(noise(), 12, 0.3, generator())
+    assert crops.shape == (6, 3, 12, 12)
+    assert crops.dtype == torch.uint8
+    assert torch.equal(crops, random_resized_crops(noise(), 12, 0.3, generator()))
+    assert not torch.equal(crops, random_resized_crops(noise(), 12, 0.3, generator(1)))
+
+
+def test_a_crop_is_a_region_of_its_image():
+    """On an image whose pixels hold their coordinates, crops show the region they cover."""
+    ramp = torch.arange(64, dtype=torch.uint8)[:, None].expand(64, 64)
+    images = torch.stack([ramp, ramp.T, torch.zeros_like(ramp)], dim=-1)[None].repeat(200, 1, 1, 1)
+    crops = random_resized_crops(images, 32, 0.25, generator()).float()
+    rows, columns = crops[:, 0], crops[:, 1]
+    height = rows[:, -1, 0] - rows[:, 0, 0]
+    width = columns[:, 0, -1] - columns[:, 0, 0]
+    assert (height > 0).all()
+    assert (width > 0).all()
+    area = height * width / 64**2
+    assert area.min() > 0.25 * 0.75  # ends of a resized ramp lie half a pixel inside it
+    assert area.max() <= 1
+    assert area.std() > 0.1
+
+
+def test_flips_mirror_whole_images_half_of_the_time():
+    images = to_network_range(noise(200, 4)).permute(0, 3, 1, 2)
+    flipped = random_flips(images, generator())
+    same = (flipped == images).flatten(1).all(1)
+    mirrored = (flipped == images.flip(3)).flatten(1).all(1)
+    assert (same | mirrored).all()
+    assert 70 < int(mirrored.sum()) < 130  # 100 +- 4 standard deviations
+
+
+def test_brightness_and_contrast_stay_in_range_and_act_on_whole_images():
+    images = to_network_range(noise()).permute(0, 3, 1, 2) * 0.5
+    out = random_brightness_contrast(images, 0.2, generator())
+    assert out.min() >= -1
+    assert out.max() <= 1
+    before, after = images[0].flatten(), out[0].flatten()
+    slope = (after[1:] - after[0]) / (before[1:] - before[0])
+    torch.testing.assert_close(slope, slope[:1].expand_as(slope), rtol=1e-3, atol=1e-3)
