@@ -145,7 +145,7 @@ def meta_train(
 ) -> None:
     """Train the adaptation networks on episodes, the backbone frozen; killed and started again, it goes on.
 
-    Example: fewshot-mahalanobis meta-train omniglot.zip:train glyphs --backbone runs/backbone/backbone.safetensors -o runs/meta
+    Example: fewshot-mahalanobis meta-train photos.zip glyphs --backbone backbone.safetensors -o runs/meta
     """
     from fewshot_mahalanobis.training.meta_train import MetaTrainRecipe
     from fewshot_mahalanobis.training.meta_train import meta_train as run

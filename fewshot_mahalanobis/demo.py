@@ -61,8 +61,9 @@ def run_demo(
     done = time.perf_counter()
     right = classifier.classes_[probabilities.argmax(1)] == targets[episode.query]
     say(
-        f"One task: fit on {len(episode.support)} images ({SHOT} of each digit) in {fitted - start:.1f} s, loading the "
-        f"checkpoint included;\n          predicted {len(right)} others in {done - fitted:.1f} s: {right.sum()} are right."
+        f"One task: fit on {len(episode.support)} images, {SHOT} of each digit, in {fitted - start:.1f} s "
+        f"(loading the checkpoint included);\n"
+        f"          predicted {len(right)} others in {done - fitted:.1f} s: {right.sum()} are right."
     )
     draw_task(images, targets, episode, probabilities, classifier.classes_, picture)
     say(f"Picture: {picture}")

@@ -7,6 +7,8 @@ looks like after the already adapted layers 1 to j - 1.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -110,9 +112,7 @@ class AutoregressiveFilmGenerator(FilmGenerator):
     def __init__(self) -> None:
         nn.Module.__init__(self)
         widths = (LAYER_WIDTHS[0], *LAYER_WIDTHS)
-        self.layers = nn.ModuleList(
-            AutoregressiveLayerGenerator(i, o) for i, o in zip(widths[:-1], widths[1:], strict=True)
-        )
+        self.layers = nn.ModuleList(AutoregressiveLayerGenerator(i, o) for i, o in pairwise(widths))
 
     def forward(
         self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None

@@ -67,10 +67,10 @@ def convert_published_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[st
     for key, value in state_dict.items():
         if key.startswith(_SECOND_COPY):
             continue
-        if key.startswith("set_encoder."):
-            # Without adaptation it has no use; with it, BatchNorm never reads its running statistics.
-            if not adapts or key.endswith(("running_mean", "running_var", "num_batches_tracked")):
-                continue
+        # Without adaptation the set encoder has no use; with it, its BatchNorm never reads running statistics.
+        unused = not adapts or key.endswith(("running_mean", "running_var", "num_batches_tracked"))
+        if key.startswith("set_encoder.") and unused:
+            continue
         for pattern, name in _RENAMES:
             key = re.sub(pattern, name, key)
         weights[key] = value

@@ -9,6 +9,8 @@ not image by image.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +25,7 @@ class SetEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (3, *[TASK_FEATURES] * 5)
-        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in zip(widths[:-1], widths[1:], strict=True))
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in pairwise(widths))
         # The scale and shift of BatchNorm: there are no running statistics to keep or to change.
         self.norms = nn.ModuleList(
             nn.BatchNorm2d(TASK_FEATURES, track_running_stats=False) for _ in range(len(self.convs))

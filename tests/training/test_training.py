@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_learning_rates_warm_up_peak_and_fall_to_zero():
     assert max(rates) == pytest.approx(recipe.peak_lr, rel=1e-3)
     assert rates[0] < 0.05 * recipe.peak_lr
     assert rates[-1] < 1e-3 * recipe.peak_lr
-    assert all(a >= b for a, b in zip(rates[50:], rates[51:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[50:]))
     meta = [meta_learning_rate(step, 100, MetaTrainRecipe(("a",), "b")) for step in range(100)]
     assert max(meta) == pytest.approx(5e-4, rel=0.01)
     assert meta[-1] < 1e-6
