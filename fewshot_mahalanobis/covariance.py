@@ -14,11 +14,11 @@ A_k^T A_k = Sigma_k (n_k rows) everything is a product of thin matrices. Two ste
 2. In whitened space Q_k becomes I + F_k^T F_k with F_k = sqrt(lambda_k) A_k T^T (n_k rows). The Woodbury identity
    needs the n_k x n_k matrix I + F_k F_k^T alone, batched over the classes of one shot count.
 
-Operations, with p = min(d, d + n if n < d) the whitened width: fit n d min(n, d) + min(n, d)^3 / 3 for each distinct
-shot count, then n_k^2 p + n_k^3 / 3 a class; m queries cost m d min(n, d) for each distinct shot count and m n_k p a
-class, as matrix products. A class with n_k >= d gets the Cholesky factor of its d x d matrix instead: from there on
-it is cheaper to fit, cheaper per query (d^2 / 2 against n_k d) and no larger (d^2 against n_k d numbers), so memory
-grows with n d either way.
+Operations, with the whitened width p = d for n >= d and d + n otherwise: fit takes n d min(n, d) + min(n, d)^3 / 3 for
+each distinct shot count, then n_k^2 p + n_k^3 / 3 a class; m queries take m d min(n, d) for each distinct shot count
+and m n_k p a class, as matrix products. A class with n_k >= d gets the Cholesky factor of its d x d matrix instead:
+from there on it is cheaper to fit, cheaper per query (d^2 / 2 against n_k d) and no larger (d^2 against n_k d numbers),
+so memory grows with n d either way, and with min(n, d)^2 for each distinct shot count.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from torch import Tensor, nn
 _CHUNK_NUMBERS = 2**22
 #: A difference that keeps less than this many roundings of its terms counts as cancelled (1e-4 of them in float64).
 _CANCELLED = 2.0**39
+#: A Cholesky pivot of fewer roundings than this is noise.
+_LOST = 2.0**10
 
 
 def check_features(features: Tensor, name: str, width: int | None = None) -> None:
@@ -473,10 +475,13 @@ def _working_dtype(features: Tensor) -> torch.dtype:
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
-    try:
-        return torch.linalg.cholesky(matrix)
-    except torch.linalg.LinAlgError as error:
+    """Cholesky factor (..., r, r), refused where its pivots are mostly rounding: the beta I in ``matrix`` is lost."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    pivots, diagonal = factor.diagonal(dim1=-2, dim2=-1).square(), matrix.diagonal(dim1=-2, dim2=-1)
+    kept = pivots > _LOST * torch.finfo(matrix.dtype).eps * diagonal
+    if not (kept.all() and (failed == 0).all()):
         raise ValueError(
             "the support features are so large that beta I is lost to rounding and Q_k is singular: "
             "scale the features down or raise beta"
-        ) from error
+        )
+    return factor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,8 @@ def run_demo(
     dict of str to Accuracy
         Of every method over the tasks.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError('the demo draws with matplotlib: pip install "fewshot-mahalanobis[demo]"')
     images, targets = digits()
     classes = [np.flatnonzero(targets == k) for k in range(WAY)]
     say(f"Real images: {len(images)} handwritten digits of 8 x 8 pixels that scikit-learn ships.")

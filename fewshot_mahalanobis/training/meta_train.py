@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.episodes.glyphs import draw_glyphs
 from fewshot_mahalanobis.episodes.sampling import draw_episode, draw_training_shots, episode_rng
 from fewshot_mahalanobis.episodes.sources import ImageSource, load_source
 from fewshot_mahalanobis.evaluation import evaluate_source
@@ -193,7 +192,7 @@ def meta_train(
     model.feature_extractor.load_state_dict(load_file(recipe.backbone))
     scale_features_(model, recipe.feature_scale)
     size = model.image_size
-    sources = [draw_glyphs(size=size) if s == GLYPHS else load_source(s, size=size) for s in recipe.sources]
+    sources = [_load(source, size) for source in recipe.sources]
     validation = [load_source(s, size=size) for s in recipe.validation]
     model.to(place, memory_format=torch.channels_last)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -246,6 +245,16 @@ def meta_train(
     model.to("cpu").eval()
     save_checkpoint(model, run.path / "checkpoint", dtype=torch.float16)
     return model
+
+
+def _load(source: str, size: int) -> ImageSource:
+    if source != GLYPHS:
+        return load_source(source, size=size)
+    try:
+        from fewshot_mahalanobis.episodes.glyphs import draw_glyphs
+    except ImportError as error:
+        raise ImportError(f'drawing glyphs needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
+    return draw_glyphs(size=size)
 
 
 def validation_accuracies(model: SimpleCNAPS, sources: Sequence[ImageSource]) -> dict[str, float]:
