@@ -87,8 +87,9 @@ def compare(
     squares = np.stack([to_square_array(Image.fromarray(image), model.image_size) for image in images])
     source = ImageSource("digits", squares, targets, tuple(map(str, range(WAY))))
     adapted, plain = Variant(True, model.config["head"]), Variant(False, model.config["head"])
-    setting = {"way": WAY, "shot": SHOT, "queries": QUERIES, "episodes": tasks}
-    found = evaluate_source(model, source, (adapted, plain), **setting, progress=True)
+    found = evaluate_source(
+        model, source, (adapted, plain), way=WAY, shot=SHOT, queries=QUERIES, episodes=tasks, progress=True
+    )
     pixels = torch.from_numpy(images.reshape(len(images), -1)).double()
     classes = source.indices_of_class()
     raw = []
@@ -118,7 +119,7 @@ def draw_task(
 
     figure = Figure(figsize=(13, 8.6))
     FigureCanvasAgg(figure)
-    left, right = figure.subfigures(1, 2, width_ratios=(SHOT + 0.6, QUERIES))
+    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(SHOT + 0.6, QUERIES))[0]
     left.suptitle(f"Support: {SHOT} images a class")
     right.suptitle("Queries: predicted digit and its probability (wrong ones red, with the true digit)")
     support_axes = left.subplots(WAY, SHOT)

@@ -105,13 +105,13 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         if classes is not None:
             named = unique_labels(classes)
             if allowed is not None and not np.array_equal(named, allowed):
-                raise ValueError(f"classes are {named}, but an earlier call to partial_fit named {allowed}")
+                raise ValueError(f"classes are {named.tolist()}, but an earlier partial_fit named {allowed.tolist()}")
             allowed = named
         if not first:
             unique_labels(self._labels, labels)  # raises where strings would meet numbers
             features, labels = np.concatenate([self._features, features]), np.concatenate([self._labels, labels])
         if allowed is not None and len(unknown := np.setdiff1d(labels, allowed)):
-            raise ValueError(f"label {unknown[0]!r} is not among the classes {allowed}")
+            raise ValueError(f"label {unknown.tolist()[0]!r} is not among the classes {allowed.tolist()}")
         return self._become(fresh, features, labels, allowed)
 
     def _become(

@@ -16,7 +16,7 @@ from fewshot_mahalanobis.cli import app
 def run(*arguments: object, status: int = 0) -> str:
     result = CliRunner().invoke(app, [str(a) for a in arguments])
     assert result.exit_code == status, result.output
-    return result.output
+    return result.stderr if status else result.stdout
 
 
 @pytest.fixture(scope="module")

@@ -186,7 +186,7 @@ def test_gradients_equal_those_of_the_dense_reference(
     features, labels, queries = make_task(12, shots, d, queries=4, dtype=torch.float64)
     if duplicated:
         features[:, 1] = features[:, 0]
-        features[labels == labels[0]] = features[0]
+        features[labels == labels[0]] = features[0].clone()
         queries[0] = features[0]
         queries[1] = features[-1]
     weights = torch.randn(4, len(shots), dtype=torch.float64, generator=torch.Generator().manual_seed(2))

@@ -61,6 +61,7 @@ def test_leaving_out_the_task_covariance_changes_the_distances_as_the_formula_sa
     np.testing.assert_allclose(classifier.decision_function(X[60:]), -distances, rtol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:self.within_class_std_dev_:UserWarning")  # NearestCentroid on blank pixels
 def test_it_beats_the_nearest_centroid_on_digits() -> None:
     X, y = load_digits(return_X_y=True)
     X = X / 16.0

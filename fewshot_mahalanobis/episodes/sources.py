@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -205,4 +206,4 @@ def _zip_members(path: Path) -> Iterator[tuple[tuple[str, ...], Callable[[], byt
         raise ValueError(f"{path} is neither a folder nor a zip: {error}") from error
     for name in sorted(archive.namelist()):
         if _is_image(name) and not name.startswith("__MACOSX/"):
-            yield tuple(name.strip("/").split("/")), lambda name=name: archive.read(name)
+            yield tuple(name.strip("/").split("/")), partial(archive.read, name)

@@ -56,7 +56,7 @@ class _BlockProcessors(nn.Module):
         """What the layer is conditioned on, as one vector -> FiLM parameters of its blocks."""
         film = []
         for networks, scales in zip(self.processors, self.scales, strict=True):
-            vectors = {n: networks[n](h).float() * scales[n] for n in BlockFilm._fields}  # type: ignore[index,operator]
+            vectors = {n: networks[n](h).float() * scales[n] for n in BlockFilm._fields}  # type: ignore[index]
             # gamma is generated about 1: a fresh generator leaves the network nearly as it is.
             film.append(BlockFilm(vectors["gamma1"] + 1, vectors["beta1"], vectors["gamma2"] + 1, vectors["beta2"]))
         return film

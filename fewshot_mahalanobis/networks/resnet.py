@@ -8,6 +8,8 @@ al., CVPR 2020, figure 4 and the appendix on CNAPS).
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -80,13 +82,18 @@ class FilmResNet18(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
+    @property
+    def blocks(self) -> list[list[FilmBlock]]:
+        """``layers`` as what they are: residual block ``[layer][number]``."""
+        return cast("list[list[FilmBlock]]", self.layers)
+
     def stem(self, images: Tensor) -> Tensor:
         """Images (n, 3, h, w) -> the maps (n, 64, h', w') that enter the first residual layer."""
         return F.relu(self.bn1(self.conv1(images)))
 
     def layer(self, index: int, x: Tensor, film: LayerFilm | None = None) -> Tensor:
         """Residual layer ``index`` (0 to 3) on maps (n, C_in, h, w) -> (n, C, h', w')."""
-        for number, block in enumerate(self.layers[index]):  # type: ignore[arg-type]
+        for number, block in enumerate(self.blocks[index]):
             x = block(x, None if film is None else film[number])
         return x
 
@@ -119,7 +126,7 @@ class FilmResNet18(nn.Module):
         with torch.device("meta"):
             network = FilmResNet18()
         network.conv1, network.bn1 = fold(self.conv1, self.bn1), nn.Identity()
-        for index, blocks in enumerate(self.layers):
-            for number, block in enumerate(blocks):  # type: ignore[arg-type]
-                network.layers[index][number] = block.folded(None if film is None else film[index][number])  # type: ignore[index]
+        for index, blocks in enumerate(self.blocks):
+            for number, block in enumerate(blocks):
+                network.blocks[index][number] = block.folded(None if film is None else film[index][number])
         return network.eval()

@@ -53,12 +53,12 @@ class SetEncoder(nn.Module):
             if chunk_size is None or len(x) <= chunk_size:
                 x = F.max_pool2d(F.relu(norm(conv(x))), 2)
             else:
-                x = _layer_in_chunks(x, conv, norm, chunk_size)
+                x = _layer_in_chunks(x, conv, norm, chunk_size)  # type: ignore[arg-type]
         return x.float().mean(dim=(0, 2, 3))
 
 
 @torch.no_grad()
-def _layer_in_chunks(x: Tensor, conv: nn.Module, norm: nn.Module, chunk_size: int) -> Tensor:
+def _layer_in_chunks(x: Tensor, conv: nn.Conv2d, norm: nn.BatchNorm2d, chunk_size: int) -> Tensor:
     """One layer with the statistics of the whole set, holding the unpooled maps of one chunk only.
 
     The convolution is computed twice: its maps are four times as large as what the layer passes on.

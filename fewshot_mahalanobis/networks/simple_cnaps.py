@@ -325,13 +325,14 @@ class AdaptedTask:
 
     support_features: Tensor
     support_labels: Tensor
+    _state: Any
 
     def __init__(self, model: SimpleCNAPS, film: Film | None, head: Head, dtype: torch.dtype = torch.float32) -> None:
         self.film = film
         self.head = head
         self.dtype = dtype
         self._projection = model.projection
-        self._extractor = model.feature_extractor.folded(film).to(dtype=dtype, memory_format=torch.channels_last)
+        self._extractor = model.feature_extractor.folded(film).to(dtype).to(memory_format=torch.channels_last)
         self._device = model.device
 
     @torch.no_grad()

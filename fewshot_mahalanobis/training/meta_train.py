@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -132,12 +132,12 @@ def scale_features_(model: SimpleCNAPS, factor: float) -> None:
     beta I in equation 3 presumes a feature scale, while the scale that supervised training ends at is an
     accident: its classifier adjusts to any.
     """
-    first, second = model.feature_extractor.layers[-1]  # type: ignore[misc]
+    first, second = model.feature_extractor.blocks[-1]
     with torch.no_grad():
-        for bn in (first.bn2, first.downsample[1], second.bn2):
-            bn.weight *= factor
-            bn.bias *= factor
-        second.conv1.weight /= factor
+        for bn in (first.bn2, cast(nn.Sequential, first.downsample)[1], second.bn2):
+            cast(Tensor, bn.weight).mul_(factor)
+            cast(Tensor, bn.bias).mul_(factor)
+        second.conv1.weight.div_(factor)
 
 
 def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:
@@ -194,7 +194,7 @@ def meta_train(
     size = model.image_size
     sources = [_load(source, size) for source in recipe.sources]
     validation = [load_source(s, size=size) for s in recipe.validation]
-    model.to(place, memory_format=torch.channels_last)
+    model.to(place).to(memory_format=torch.channels_last)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=recipe.learning_rate)
     steps, start = recipe.tasks // recipe.tasks_per_step, 0

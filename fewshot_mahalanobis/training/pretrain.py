@@ -154,7 +154,9 @@ def pretrain(
         torch.manual_seed(recipe.seed)
         backbone = FilmResNet18()
         classifier = nn.Linear(backbone.out_features, len(batches.class_names))
-    model = nn.ModuleDict({"backbone": backbone, "classifier": classifier}).to(place, memory_format=torch.channels_last)
+    model = (
+        nn.ModuleDict({"backbone": backbone, "classifier": classifier}).to(place).to(memory_format=torch.channels_last)
+    )
     # Weight decay acts on the matrices; on BatchNorm's scales and shifts it would fight the statistics.
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]

@@ -50,7 +50,7 @@ def test_intervals_are_1_96_standard_errors():
     accuracy = Accuracy.of(values)
     assert accuracy.mean == pytest.approx(0.5)
     assert accuracy.half_width == pytest.approx(1.96 * np.sqrt(((values - 0.5) ** 2).sum() / 3 / 4))
-    assert str(accuracy) == "50.0 ± 28.8"
+    assert str(accuracy) == "50.0 ± 28.9"
 
 
 def test_intervals_cover_the_truth_about_95_times_in_100():

@@ -58,6 +58,9 @@ def test_brightness_and_contrast_stay_in_range_and_act_on_whole_images():
     out = random_brightness_contrast(images, 0.2, generator())
     assert out.min() >= -1
     assert out.max() <= 1
-    before, after = images[0].flatten(), out[0].flatten()
-    slope = (after[1:] - after[0]) / (before[1:] - before[0])
-    torch.testing.assert_close(slope, slope[:1].expand_as(slope), rtol=1e-3, atol=1e-3)
+    for before, after in zip(images.flatten(1), out.flatten(1), strict=True):  # one straight line for each image
+        line = torch.stack([before, torch.ones_like(before)], dim=1)
+        slope_and_shift = torch.linalg.lstsq(line, after[:, None]).solution
+        torch.testing.assert_close(line @ slope_and_shift, after[:, None], rtol=0, atol=1e-5)
+        assert 0.8 <= float(slope_and_shift[0]) <= 1.2
+    assert not torch.allclose(images, out, atol=0.01)
