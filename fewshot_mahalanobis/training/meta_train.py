@@ -51,7 +51,7 @@ class MetaTrainRecipe:
     learning_rate: float = 5e-4
     penalty: float = 0.001
     queries: int = 3
-    phases: tuple[tuple[float, int], ...] = ((0.6, 48), (0.4, 84))
+    phases: tuple[tuple[float, int], ...] = ((0.5, 64), (0.5, 84))
     seed: int = 0
 
 
@@ -142,7 +142,7 @@ def scale_features_(model: SimpleCNAPS, factor: float) -> None:
 
 def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:
     """Half a cosine from the recipe's rate to zero, after a few steps of warm-up."""
-    warm = max(1, steps // 50)
+    warm = max(1, steps // 20)
     return recipe.learning_rate * min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
