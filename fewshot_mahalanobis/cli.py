@@ -215,8 +215,13 @@ def evaluate(
 def checkpoints() -> None:
     """List the named checkpoints."""
     from fewshot_mahalanobis.checkpoints import available_checkpoints
+    from fewshot_mahalanobis.evaluation.evaluate import markdown_table
 
-    typer.echo(str(available_checkpoints()))
+    rows = [
+        [r.name, "in the package" if r.embedded else "downloaded when first used", r.licence, r.trained_on]
+        for r in available_checkpoints().values()
+    ]
+    typer.echo(markdown_table(rows, ["name", "where", "licence", "trained on"]))
 
 
 class _clear_errors:
