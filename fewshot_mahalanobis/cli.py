@@ -34,7 +34,7 @@ class Precision(str, Enum):
 @app.command()
 def demo(
     picture: Annotated[Path, typer.Option("--picture", "-o", help="PNG to write.")] = Path("fewshot_demo.png"),
-    tasks: Annotated[int, typer.Option(min=2, help="Random tasks to average over.")] = 50,
+    tasks: Annotated[int, typer.Option(min=2, help="Random tasks to average over.")] = 40,
     checkpoint: Annotated[str, typer.Option(help="Name, folder or Hub repository.")] = "default",
 ) -> None:
     """Classify real handwritten digits from five examples each, and compare with plain baselines."""

@@ -31,7 +31,7 @@ def digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def run_demo(
-    picture: str | Path, *, checkpoint: str = "default", tasks: int = 50, say: Callable[[str], None] = print
+    picture: str | Path, *, checkpoint: str = "default", tasks: int = 40, say: Callable[[str], None] = print
 ) -> dict[str, Accuracy]:
     """Fit and predict one task, compare with baselines over ``tasks`` random ones, draw one picture.
 

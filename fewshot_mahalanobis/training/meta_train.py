@@ -105,9 +105,9 @@ def is_grey(source: ImageSource) -> bool:
 def one_camera(images: Tensor, size: int, grey: bool, rng: np.random.Generator) -> Tensor:
     """All images of a task (n, 3, h, w), in [-1, 1], seen through one random camera; -> (n, 3, size, size).
 
-    Every image of the task changes alike (mirror, quarter turn, negative, coarse resolution, brightness,
-    contrast), so classes stay what they are while the task becomes one of another domain. Turns and
-    negatives are for drawings, where they make new characters; photographs lose their colours at times.
+    Every image of the task changes alike (mirror, quarter turn, negative, zoom, coarse resolution,
+    brightness, contrast), so classes stay what they are while the task becomes one of another domain.
+    Turns, negatives and zoom are for drawings; photographs lose their colours at times.
     """
     if rng.random() < 0.5:
         images = images.flip(3)
@@ -115,10 +115,13 @@ def one_camera(images: Tensor, size: int, grey: bool, rng: np.random.Generator) 
         images = torch.rot90(images, int(rng.integers(4)), dims=(2, 3))
         if rng.random() < 0.5:
             images = -images
+        if rng.random() < 0.5:  # drawings of few pixels, such as scanned digits, fill their frame
+            margin = int(rng.uniform(0, 0.2) * images.shape[2])
+            images = images[:, :, margin : images.shape[2] - margin, margin : images.shape[3] - margin]
     elif rng.random() < 0.1:
         images = images.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1)
-    if rng.random() < 0.4:
-        coarse = int(rng.integers(8, 41) if grey else rng.integers(24, 57))
+    if rng.random() < (0.65 if grey else 0.3):
+        coarse = int(rng.integers(7, 33) if grey else rng.integers(24, 57))
         images = F.interpolate(images, (coarse, coarse), mode="bilinear", antialias=True)
     if images.shape[2] != size:
         images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
