@@ -27,7 +27,7 @@ from fewshot_mahalanobis.episodes.sampling import draw_episode, draw_training_sh
 from fewshot_mahalanobis.episodes.sources import ImageSource, load_source
 from fewshot_mahalanobis.evaluation import evaluate_source
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.training.run import RunFolder, autocast, choose_device
+from fewshot_mahalanobis.training.run import RunFolder, autocast, choose_device, image_size_at
 
 #: The name that stands for the source which the project draws itself.
 GLYPHS = "glyphs"
@@ -76,22 +76,14 @@ class TrainingTasks(Dataset[Task]):
     def __len__(self) -> int:
         return self.recipe.tasks
 
-    def size_at(self, number: int) -> int:
-        """Side of the images of task ``number``."""
-        done = 0.0
-        for share, size in self.recipe.phases:
-            done += share
-            if number < done * len(self):
-                return size
-        return self.recipe.phases[-1][1]
-
     def __getitem__(self, number: int) -> Task:
         rng = episode_rng(self.recipe.seed, number)
         which = int(rng.integers(len(self.sources)))
         classes = self.classes[which]
         episode = draw_episode(classes, draw_training_shots(classes, rng), self.recipe.queries, rng)
         chosen = np.concatenate([episode.support, episode.query])
-        images = one_camera(self.sources[which].network_input(chosen), self.size_at(number), self.grey[which], rng)
+        size = image_size_at(number / len(self), self.recipe.phases)
+        images = one_camera(self.sources[which].network_input(chosen), size, self.grey[which], rng)
         support, query = images.split([len(episode.support), len(episode.query)])
         return Task(support, torch.from_numpy(episode.support_labels), query, torch.from_numpy(episode.query_labels))
 

@@ -29,7 +29,7 @@ from fewshot_mahalanobis.training.augment import (
     random_flips,
     random_resized_crops,
 )
-from fewshot_mahalanobis.training.run import RunFolder, autocast, choose_device
+from fewshot_mahalanobis.training.run import RunFolder, autocast, choose_device, image_size_at
 
 #: (share of training, image side in pixels), in order.
 DEFAULT_PHASES = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))
@@ -76,15 +76,6 @@ class TrainingBatches(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return self.per_epoch * self.recipe.epochs
 
-    def size_at(self, step: int) -> int:
-        """Side of the training images at batch ``step``."""
-        done = 0.0
-        for share, size in self.recipe.phases:
-            done += share
-            if step < done * len(self):
-                return size
-        return self.recipe.phases[-1][1]
-
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
         recipe = self.recipe
         epoch, position = divmod(step, self.per_epoch)
@@ -95,7 +86,9 @@ class TrainingBatches(Dataset[tuple[Tensor, Tensor]]):
         source = np.searchsorted(self.offsets, chosen.numpy(), side="right") - 1
         raw = [self.images[s][i - int(self.offsets[s])] for s, i in zip(source.tolist(), chosen.tolist(), strict=True)]
         generator = torch.Generator().manual_seed(_seed(recipe.seed, 1, step))
-        crops = random_resized_crops(torch.stack(raw), self.size_at(step), recipe.min_crop_area, generator)
+        crops = random_resized_crops(
+            torch.stack(raw), image_size_at(step / len(self), recipe.phases), recipe.min_crop_area, generator
+        )
         images = to_network_range(random_flips(crops, generator))
         if recipe.colour_jitter:
             images = random_brightness_contrast(images, recipe.colour_jitter, generator)

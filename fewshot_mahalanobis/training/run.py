@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,20 @@ class RunFolder:
         """Append one line to ``log.jsonl``."""
         with (self.path / "log.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+#: (share of training, side of its images in pixels), in order.
+Phases = Sequence[tuple[float, int]]
+
+
+def image_size_at(done: float, phases: Phases) -> int:
+    """Side of the training images when the share ``done`` (0 to 1) of the training is over."""
+    end = 0.0
+    for share, size in phases:
+        end += share
+        if done < end:
+            return size
+    return phases[-1][1]
 
 
 def autocast(device: torch.device, enabled: bool = True) -> AbstractContextManager[None]:

@@ -91,7 +91,7 @@ def test_penalty_is_the_sum_of_squares_of_the_scales(model):
     scales = [p for layer in model.film_generator.layers for block in layer.scales for p in block.values()]
     assert len(scales) == 4 * 2 * 4
     expected = sum(float(p.detach().double().square().sum()) for p in scales)
-    assert float(model.film_generator.penalty()) == pytest.approx(expected, rel=1e-5)
+    assert float(model.film_generator.penalty().detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_fresh_generator_leaves_the_network_nearly_as_it_is():
