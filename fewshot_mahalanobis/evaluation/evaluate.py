@@ -45,6 +45,21 @@ class Accuracy(NamedTuple):
         return f"{100 * self.mean:.1f} ± {100 * self.half_width:.1f}"
 
 
+def unadapted_features(
+    model: SimpleCNAPS,
+    source: ImageSource,
+    *,
+    dtype: torch.dtype = torch.float32,
+    batch_size: int = 128,
+    progress: bool = False,
+) -> Tensor:
+    """Features (n, 512) of every image of a source by the network without adaptation, which no task changes."""
+    task = AdaptedTask(model, None, model.head, dtype)
+    batches = np.array_split(np.arange(len(source.images)), math.ceil(len(source.images) / batch_size))
+    bar = tqdm(batches, desc=f"{source.name} features", disable=not progress, leave=False)
+    return torch.cat([task.features(source.network_input(batch), batch_size) for batch in bar])
+
+
 def evaluate_source(
     model: SimpleCNAPS,
     source: ImageSource,
@@ -57,6 +72,7 @@ def evaluate_source(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     batch_size: int = 128,
+    plain_features: Tensor | None = None,
     progress: bool = False,
 ) -> dict[Variant, NDArray[np.float64]]:
     """Accuracy of every variant in every episode.
@@ -66,7 +82,7 @@ def evaluate_source(
     model : SimpleCNAPS
     source : ImageSource
     variants : iterable of Variant
-        All see the same episodes. Features of the network without adaptation are computed once a source.
+        All see the same episodes.
     way, shot, queries : int
         Classes an episode, support and query images a class.
     episodes : int
@@ -76,6 +92,8 @@ def evaluate_source(
         Precision of the convolutions.
     batch_size : int
         Images in work at a time.
+    plain_features : Tensor of shape (n, 512), optional
+        What :func:`unadapted_features` gave for this source, to compute it once for several calls.
     progress : bool
         Show a progress bar.
 
@@ -87,20 +105,16 @@ def evaluate_source(
     variants = tuple(dict.fromkeys(variants))
     classes = source.indices_of_class()
     heads = {v: model.head if v.head == model.config["head"] else HEADS[v.head]() for v in variants}
-    plain: Tensor | None = None
-    plain_task = AdaptedTask(model, None, model.head, dtype)
-    if any(not v.adapt for v in variants):
-        batches = np.array_split(np.arange(len(source.images)), math.ceil(len(source.images) / batch_size))
-        bar = tqdm(batches, desc=f"{source.name} features", disable=not progress, leave=False)
-        plain = torch.cat([plain_task.features(source.network_input(batch), batch_size) for batch in bar])
+    if plain_features is None and not all(v.adapt for v in variants):
+        plain_features = unadapted_features(model, source, dtype=dtype, batch_size=batch_size, progress=progress)
     accuracies: dict[Variant, list[float]] = {v: [] for v in variants}
     for index in tqdm(range(episodes), desc=f"{source.name} {way}-way {shot}-shot", disable=not progress, leave=False):
         episode = draw_episode(classes, [shot] * way, queries, episode_rng(seed, index))
         labels = torch.from_numpy(episode.support_labels).to(model.device)
         truth = torch.from_numpy(episode.query_labels)
         features: dict[bool, tuple[Tensor, Tensor]] = {}
-        if plain is not None:
-            features[False] = plain[episode.support], plain[episode.query]
+        if plain_features is not None:
+            features[False] = plain_features[episode.support], plain_features[episode.query]
         if any(v.adapt for v in variants):
             task = model.adapt(source.network_input(episode.support), labels, dtype=dtype, batch_size=batch_size)
             features[True] = task.support_features, task.features(source.network_input(episode.query), batch_size)

@@ -10,10 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.episodes.sources import load_source
-from fewshot_mahalanobis.evaluation.evaluate import Accuracy, Variant, evaluate_source, markdown_table
+from fewshot_mahalanobis.evaluation.evaluate import (
+    Accuracy,
+    Variant,
+    evaluate_source,
+    markdown_table,
+    unadapted_features,
+)
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: The variants that a report compares, with the heading of their columns.
@@ -66,10 +73,13 @@ def evaluate(
     for path in tqdm(sources, desc="sources", disable=not progress):
         source = load_source(path, size=model.image_size)
         ways = min(way, len(source.class_names))
+        plain: Tensor | None = None
         for shot in shots:
             key = {"source": source.name, "way": ways, "shot": shot, **settings}
             record = next((r for r in records if key.items() <= r.items()), None)
             if record is None:
+                if plain is None:
+                    plain = unadapted_features(model, source, dtype=dtype, progress=progress)
                 found = evaluate_source(
                     model,
                     source,
@@ -80,6 +90,7 @@ def evaluate(
                     episodes=episodes,
                     seed=seed,
                     dtype=dtype,
+                    plain_features=plain,
                     progress=progress,
                 )
                 accuracies = {name: Accuracy.of(found[variant]) for name, variant in VARIANTS.items()}
