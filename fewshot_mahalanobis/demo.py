@@ -124,18 +124,22 @@ def draw_task(
     right.suptitle("Queries: predicted digit and its probability (wrong ones red, with the true digit)")
     support_axes = left.subplots(WAY, SHOT)
     query_axes = right.subplots(WAY, QUERIES)
-    for way in range(WAY):
-        for axis, index in zip(support_axes[way], episode.support[episode.support_labels == way], strict=True):
+    left.subplots_adjust(left=0.08, right=0.97, top=0.91, bottom=0.02, hspace=0.35)
+    right.subplots_adjust(left=0.02, right=0.98, top=0.91, bottom=0.02, hspace=0.35)
+    labels = targets[episode.support]
+    ways = [int(episode.support_labels[labels == digit][0]) for digit in classes]
+    for row, way in enumerate(ways):
+        for axis, index in zip(support_axes[row], episode.support[episode.support_labels == way], strict=True):
             axis.imshow(images[index], cmap="gray")
-        support_axes[way, 0].set_ylabel(str(targets[episode.support][episode.support_labels == way][0]), fontsize=13)
-        for axis, position in zip(query_axes[way], np.flatnonzero(episode.query_labels == way), strict=True):
+        support_axes[row, 0].set_ylabel(str(classes[row]), fontsize=13, rotation=0, labelpad=12, va="center")
+        for axis, position in zip(query_axes[row], np.flatnonzero(episode.query_labels == way), strict=True):
             axis.imshow(images[episode.query[position]], cmap="gray")
             best = probabilities[position].argmax()
             truth = targets[episode.query[position]]
             wrong = classes[best] != truth
             axis.set_title(
-                f"{classes[best]}  {100 * probabilities[position, best]:.0f} %" + (f"  ({truth})" if wrong else ""),
-                fontsize=8,
+                f"{classes[best]}  {100 * probabilities[position, best]:.0f} %" + (f" ({truth})" if wrong else ""),
+                fontsize=7.5,
                 pad=2,
                 color="crimson" if wrong else "black",
             )
