@@ -557,7 +557,9 @@ def _load(name: str) -> object:
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork, to start eight quickly")
 def test_eight_processes_asking_at_once_download_once(server, published):
-    with multiprocessing.get_context("fork").Pool(8) as pool:
+    # One thread each: a forked child has none of its parent's OpenMP threads and would wait for them for ever.
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(8, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         assert pool.map(_load, [NAME] * 8, chunksize=1) == [published.model.config] * 8
     assert len(server.requests) == 1
 
