@@ -98,6 +98,9 @@ def pretrain(
     sources: Annotated[list[str], typer.Argument(help="Folders or zips of class folders; PATH:SPLIT names a split.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; an unfinished run there goes on.")],
     validation: Annotated[str | None, typer.Option(help="Source of other classes to report on.")] = None,
+    init: Annotated[
+        str | None, typer.Option(help="backbone.safetensors of an earlier run to start from; else random weights.")
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 8,
     batch_size: Annotated[int, typer.Option(min=2)] = 128,
     peak_lr: Annotated[float, typer.Option(help="Highest learning rate, at batch size 128.")] = 0.2,
@@ -113,7 +116,7 @@ def pretrain(
     from fewshot_mahalanobis.training.pretrain import pretrain as run
 
     recipe = PretrainRecipe(
-        tuple(sources), validation, epochs=epochs, batch_size=batch_size, peak_lr=peak_lr, seed=seed
+        tuple(sources), validation, init=init, epochs=epochs, batch_size=batch_size, peak_lr=peak_lr, seed=seed
     )
     with _clear_errors():
         run(recipe, output, device=device, workers=workers)
@@ -122,10 +125,16 @@ def pretrain(
 
 @app.command()
 def meta_train(
-    sources: Annotated[list[str], typer.Argument(help='Folders or zips of class folders, or "glyphs" (drawn here).')],
+    sources: Annotated[
+        list[str],
+        typer.Argument(help='Folders or zips of class folders, or "glyphs" (drawn here); named twice counts twice.'),
+    ],
     backbone: Annotated[str, typer.Option(help="backbone.safetensors, written by `pretrain`.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; an unfinished run there goes on.")],
     validation: Annotated[list[str] | None, typer.Option(help="Sources of other classes to report on.")] = None,
+    init: Annotated[
+        str | None, typer.Option(help="Checkpoint whose adaptation networks to start from; else random weights.")
+    ] = None,
     adaptation: Annotated[str, typer.Option(help="film or auto-regressive.")] = "film",
     head: Annotated[str, typer.Option(help="mahalanobis, euclidean, manhattan, cosine, dot_product or linear.")] = (
         "mahalanobis"
@@ -162,6 +171,7 @@ def meta_train(
         backbone,
         tuple(validation or ()),
         model,
+        init,
         feature_scale=feature_scale,
         tasks=tasks,
         tasks_per_step=tasks_per_step,

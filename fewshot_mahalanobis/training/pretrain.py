@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -37,10 +37,14 @@ DEFAULT_PHASES = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))
 
 @dataclass(frozen=True)
 class PretrainRecipe:
-    """Settings of :func:`pretrain`. All but the sources have defaults that suit ImageNet-like photographs."""
+    """Settings of :func:`pretrain`. All but the sources have defaults that suit ImageNet-like photographs.
+
+    ``init`` is a ``backbone.safetensors`` of an earlier run to start from instead of random weights.
+    """
 
     sources: tuple[str, ...]
     validation: str | None = None
+    init: str | None = None
     epochs: int = 8
     batch_size: int = 128
     peak_lr: float = 0.2
@@ -160,7 +164,10 @@ def pretrain(
         nesterov=True,
     )
     start = 0
-    if (state := run.load()) is not None:
+    if (state := run.load()) is None:
+        if recipe.init is not None:
+            backbone.load_state_dict(load_file(recipe.init))
+    else:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]

@@ -18,6 +18,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training.meta_train import (
     MetaTrainRecipe,
     TrainingTasks,
+    cut_to_ink,
     is_grey,
     meta_train,
     one_camera,
@@ -94,6 +95,16 @@ def test_another_recipe_in_the_same_folder_is_refused(folder, backbone):
         pretrain(PretrainRecipe((folder,), folder, **{**SMALL, "peak_lr": 0.1}), backbone, progress=False)
 
 
+def test_pretraining_starts_from_the_weights_it_is_given(folder, backbone, tmp_path):
+    given = str(backbone / "backbone.safetensors")
+    settings = {**SMALL, "epochs": 1, "peak_lr": 1e-9}  # too small a step to leave the start
+    pretrain(PretrainRecipe((folder,), init=given, **settings), tmp_path, device="cpu", progress=False)
+    start, end = load_file(given), load_file(tmp_path / "backbone.safetensors")
+    trained = [name for name, _ in FilmResNet18().named_parameters()]
+    for name in trained:
+        torch.testing.assert_close(end[name], start[name], rtol=1e-5, atol=1e-6)
+
+
 def test_batches_follow_from_seed_and_number_and_cover_the_epoch(folder):
     recipe = PretrainRecipe((folder,), **SMALL)
     batches, again = (TrainingBatches([load_source(folder, size=40)], recipe) for _ in range(2))
@@ -159,6 +170,17 @@ def test_a_killed_meta_training_continues_to_the_same_weights(folder, backbone, 
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
+def test_meta_training_starts_from_the_adaptation_networks_it_is_given(folder, backbone, tmp_path):
+    first = meta_train(recipe_for(folder, backbone), tmp_path / "first", device="cpu", progress=False)
+    recipe = recipe_for(folder, backbone, init=str(tmp_path / "first" / "checkpoint"), learning_rate=1e-9, seed=1)
+    second = meta_train(recipe, tmp_path / "second", device="cpu", progress=False)
+    for (name, value), before in zip(second.named_parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(value, before, rtol=1e-3, atol=1e-4, msg=name)
+    other = recipe_for(folder, backbone, init=recipe.init, model={"image_size": 40, "adaptation": "auto-regressive"})
+    with pytest.raises(ValueError, match="of another model"):
+        meta_train(other, tmp_path / "third", device="cpu", progress=False)
+
+
 def test_a_model_without_adaptation_cannot_be_meta_trained(folder, backbone, tmp_path):
     recipe = recipe_for(folder, backbone, model={"image_size": 40, "adaptation": "none"})
     with pytest.raises(ValueError, match="nothing to meta-train"):
@@ -183,6 +205,23 @@ def test_one_camera_treats_every_image_of_a_task_alike():
             assert images.shape == (3, 3, 32, 32)
             assert torch.equal(images[0], images[2])
         assert len({float(images.sum()) for images in seen}) == 20
+
+
+def test_cutting_to_the_ink_fills_the_frame_and_keeps_proportions():
+    images = torch.ones(3, 3, 40, 40)
+    images[0, :, 5:15, 20:25] = -1  # 10 high, 5 wide
+    images[1, :, 30:32, 2:10] = -1  # 2 high, 8 wide
+    cut = cut_to_ink(images, margin=0.0)
+    assert torch.equal(cut[2], images[2])  # no ink: as it was
+    for image, (height, width) in zip(cut[:2], ((40, 20), (10, 40)), strict=True):
+        ink = image[0] < 0
+        assert abs(int(ink.any(1).sum()) - height) <= 2
+        assert abs(int(ink.any(0).sum()) - width) <= 2
+        rows, columns = ink.any(1).nonzero()[:, 0].double(), ink.any(0).nonzero()[:, 0].double()
+        assert rows.mean() == pytest.approx(19.5, abs=1)
+        assert columns.mean() == pytest.approx(19.5, abs=1)
+    wide = cut_to_ink(images, margin=1.0)
+    assert abs(int((wide[0, 0] < 0).any(1).sum()) - 20) <= 2
 
 
 def test_grey_sources_are_told_from_colour_ones(folder):
