@@ -134,8 +134,10 @@ class RegularizedCovariance(nn.Module):
 
     Parameters
     ----------
-    beta : float
-        Weight of the identity, > 0, in squared feature units.
+    beta : float or "auto"
+        Weight of the identity, > 0, in squared feature units. The default suits the features that the Simple CNAPS
+        checkpoints were trained to have; "auto" chooses it on each support set by leaving out one example at a time
+        (:func:`~fewshot_mahalanobis.calibration.choose_beta`), for features of any scale.
     task_covariance : bool
         False leaves out the task covariance, Q_k = Sigma_k + beta I: the ablation "-TR" (lambda_k = 1) of the paper.
     one_shot_covariance : {"zero", "published"}
@@ -145,21 +147,21 @@ class RegularizedCovariance(nn.Module):
     Raises
     ------
     ValueError
-        If ``beta`` is not positive and finite or ``one_shot_covariance`` is unknown.
+        If ``beta`` is neither positive and finite nor "auto", or ``one_shot_covariance`` is unknown.
     """
 
     def __init__(
         self,
-        beta: float = 1.0,
+        beta: float | str = 1.0,
         task_covariance: bool = True,
         one_shot_covariance: str = "zero",
     ) -> None:
         super().__init__()
-        if not (beta > 0 and math.isfinite(beta)):
-            raise ValueError(f"beta must be positive and finite, got {beta!r}")
+        if beta != "auto" and (isinstance(beta, str) or not (beta > 0 and math.isfinite(beta))):
+            raise ValueError(f'beta must be positive and finite, or "auto", got {beta!r}')
         if one_shot_covariance not in ("zero", "published"):
             raise ValueError(f'one_shot_covariance must be "zero" or "published", got {one_shot_covariance!r}')
-        self.beta = float(beta)
+        self.beta = beta if isinstance(beta, str) else float(beta)
         self.task_covariance = task_covariance
         self.one_shot_covariance = one_shot_covariance
 
@@ -186,12 +188,22 @@ class RegularizedCovariance(nn.Module):
         """
         counts = check_support(features, labels)
         with full_precision(features):
-            return ClassGaussians(features, labels, counts, self)
+            return ClassGaussians(features, labels, counts, self.on(features, labels))
+
+    def on(self, features: Tensor, labels: Tensor) -> RegularizedCovariance:
+        """These settings with beta chosen on the support set, features (n, d) and labels (n,), where it is "auto"."""
+        if self.beta != "auto":
+            return self
+        from fewshot_mahalanobis.calibration import choose_beta  # which builds on this module
+
+        return RegularizedCovariance(
+            choose_beta(self, features, labels), self.task_covariance, self.one_shot_covariance
+        )
 
     def extra_repr(self) -> str:
         """Name the settings in ``repr``."""
         return (
-            f"beta={self.beta}, task_covariance={self.task_covariance}, "
+            f"beta={self.beta!r}, task_covariance={self.task_covariance}, "
             f"one_shot_covariance={self.one_shot_covariance!r}"
         )
 
@@ -207,12 +219,14 @@ class ClassGaussians:
         Class means mu_k.
     counts : int64 Tensor of shape (k,)
         Support examples n_k.
+    beta : float
+        Weight of the identity in Q_k.
     """
 
     def __init__(self, features: Tensor, labels: Tensor, counts: Tensor, settings: RegularizedCovariance) -> None:
         self.counts = counts
         self._dtype = result_dtype(features)
-        self._beta = settings.beta
+        self.beta = float(settings.beta)
         # Distances do not change when everything moves by the task mean, and products of centred features are exact
         # where those of uncentred ones cancel.
         x = features.to(_working_dtype(features))
@@ -225,18 +239,13 @@ class ClassGaussians:
         by_class = labels.argsort(stable=True)
         starts = counts.cumsum(0) - counts
         self._groups: list[_ClassGroup] = []
-        self._metrics: list[_CholeskyMetric | _LowRankMetric] = []
+        self._metrics: list[_Metric] = []
         for shots in counts.unique().tolist():
             classes = (counts == shots).nonzero()[:, 0]
             members = x[by_class[starts[classes, None] + torch.arange(shots, device=x.device)]]
             group = _class_group(members, classes, self._centre, settings)
             self._groups.append(group)
-            if task_covariance is not None and shots >= d:
-                q = _regularised_covariance(group, task_covariance, self._beta)
-                self._metrics.append(_CholeskyMetric(group.means, _cholesky(q)))
-            else:
-                whitening = _whitening(self._task, task_covariance, group.task_weight, self._beta)
-                self._metrics.append(_low_rank_metric(group, whitening))
+            self._metrics.append(_metric(group, self._task, task_covariance, self.beta))
         # Column j of the groups' concatenated results belongs to class order[j]; this puts class 0 first.
         self._columns = torch.cat([group.classes for group in self._groups]).argsort()
         means = torch.cat([group.means for group in self._groups])[self._columns]
@@ -282,7 +291,7 @@ class ClassGaussians:
     def _dense(self) -> Tensor:
         with full_precision(self.means):
             task_covariance = self._task.covariance()
-            stacks = [_regularised_covariance(group, task_covariance, self._beta) for group in self._groups]
+            stacks = [_regularised_covariance(group, task_covariance, self.beta) for group in self._groups]
             return torch.cat(stacks)[self._columns]
 
 
@@ -417,9 +426,15 @@ class _CholeskyMetric:
         return self.means.numel()
 
     def squared_distance(self, x: Tensor) -> Tensor:
-        difference = x - self.means[:, None]  # (k', m, d)
-        whitened = torch.linalg.solve_triangular(self.cholesky, difference.mT, upper=False)
-        return whitened.square().sum(dim=1).T
+        return self.coordinates(x - self.means[:, None]).square().sum(dim=2).T
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Vectors (k', m, d), or (1, m, d) for all classes, where Q_k is the identity: (k', m, d)."""
+        return torch.linalg.solve_triangular(self.cholesky, x.mT, upper=False).mT
+
+    def mean_coordinates(self) -> Tensor:
+        """The means there, (k', 1, d)."""
+        return self.coordinates(self.means[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -455,6 +470,14 @@ class _LowRankMetric:
             reduced = reduced.index_copy(0, cancelled, self._sum_of_squares(w[cancelled]))
         return reduced
 
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Vectors (k', m, d), or (1, m, d) for all classes, where Q_k is the identity: (k', m, p + r)."""
+        return torch.cat(self.ridge.parts(self.whitening(x)), dim=-1)
+
+    def mean_coordinates(self) -> Tensor:
+        """The means there, (k', 1, p + r)."""
+        return torch.cat(self.ridge.parts(self.means[:, None]), dim=-1)
+
     def _sum_of_squares(self, w: Tensor) -> Tensor:
         """Take the same distances from the (m, k', p) residuals, a few queries at a time."""
         distances = []
@@ -464,7 +487,15 @@ class _LowRankMetric:
         return torch.cat(distances)
 
 
-def _low_rank_metric(group: _ClassGroup, whitening: _Whitening) -> _LowRankMetric:
+_Metric = _CholeskyMetric | _LowRankMetric
+
+
+def _metric(group: _ClassGroup, task: _TaskScatter, task_covariance: Tensor | None, beta: float) -> _Metric:
+    """Distances to the classes of ``group``; ``task_covariance`` is the dense (d, d) of ``task`` where n >= d."""
+    rows, d = group.roots.shape[1:]
+    if task_covariance is not None and rows + 1 >= d:
+        return _CholeskyMetric(group.means, _cholesky(_regularised_covariance(group, task_covariance, beta)))
+    whitening = _whitening(task, task_covariance, group.task_weight, beta)
     factor = whitening(group.roots.flatten(0, 1)).unflatten(0, group.roots.shape[:2])
     return _LowRankMetric(whitening, whitening(group.means), _ridge(factor))
 

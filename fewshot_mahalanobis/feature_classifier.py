@@ -25,9 +25,9 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
 
     Parameters
     ----------
-    beta : float, default=1.0
-        Weight of the identity in Q_k, > 0, in squared feature units: scale the features, or choose beta, such that
-        it is of the order of a feature's variance.
+    beta : float or "auto", default=1.0
+        Weight of the identity in Q_k, > 0, in squared feature units: it should be of the order of a feature's
+        variance. "auto" chooses it when fitted, by leaving out one training example at a time.
     task_covariance : bool, default=True
         False leaves the covariance of all classes together out: Q_k = Sigma_k + beta I.
     scale : float, default=1.0
@@ -41,6 +41,8 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         Training examples of each class.
     means_ : ndarray of shape (k, d)
         Class means.
+    beta_ : float
+        ``beta``, or what "auto" chose.
     n_features_in_ : int
         Feature width d.
     feature_names_in_ : ndarray of shape (d,)
@@ -54,7 +56,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
     array([0])
     """
 
-    def __init__(self, beta: float = 1.0, *, task_covariance: bool = True, scale: float = 1.0) -> None:
+    def __init__(self, beta: float | str = 1.0, *, task_covariance: bool = True, scale: float = 1.0) -> None:
         self.beta = beta
         self.task_covariance = task_covariance
         self.scale = scale
@@ -126,7 +128,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         fresh.classes_, indices, fresh.class_counts_ = np.unique(labels, return_inverse=True, return_counts=True)
         fresh._head = MahalanobisHead(RegularizedCovariance(self.beta, self.task_covariance), self.scale)
         fresh._gaussians = fresh._head.fit(torch.from_numpy(fresh._features), torch.tensor(indices, dtype=torch.int64))
-        fresh.means_ = fresh._gaussians.means.numpy()
+        fresh.means_, fresh.beta_ = fresh._gaussians.means.numpy(), fresh._gaussians.beta
         self.__dict__ = fresh.__dict__
         return self
 

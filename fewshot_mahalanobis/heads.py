@@ -23,12 +23,17 @@ from fewshot_mahalanobis.covariance import (
     ClassGaussians,
     RegularizedCovariance,
     check_features,
+    check_support,
     class_means,
     full_precision,
     result_dtype,
 )
+from fewshot_mahalanobis.leave_one_out import leave_one_out_distance
 
 State = TypeVar("State")
+
+#: Examples that are compared with as many means at a time where only the diagonal is wanted.
+_PAIRS = 128
 
 
 class Head(nn.Module, Generic[State]):
@@ -46,6 +51,22 @@ class Head(nn.Module, Generic[State]):
     def logits(self, state: State, query_features: Tensor) -> Tensor:
         """Logits (m, k) of query features (m, d)."""
         raise NotImplementedError
+
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example, features (n, d), by the head fitted to the others.
+
+        Minus infinity where a class has no other example. Heads that can do better than n fits do.
+        """
+        counts = check_support(support_features, support_labels)
+        rows = []
+        for i, label in enumerate(support_labels.tolist()):
+            rest = torch.arange(len(support_labels), device=support_labels.device) != i
+            present, labels = support_labels[rest].unique(return_inverse=True)
+            row = self(support_features[rest], labels, support_features[i : i + 1])[0]
+            if counts[label] == 1:
+                row = row.new_full((len(counts),), -torch.inf).index_copy(0, present, row)
+            rows.append(row)
+        return torch.stack(rows)
 
     def forward(self, support_features: Tensor, support_labels: Tensor, query_features: Tensor) -> Tensor:
         """Logits (m, k) of query features (m, d), given support features (n, d) and labels (n,)."""
@@ -84,6 +105,10 @@ class MahalanobisHead(Head[ClassGaussians]):
         """Minus s times the squared Mahalanobis distance of queries (m, d) to each class: (m, k)."""
         return -self.scale * state.squared_distance(query_features)
 
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others, exactly, by downdating."""
+        return -self.scale * leave_one_out_distance(self.covariance, support_features, support_labels)
+
     def extra_repr(self) -> str:
         """Name the setting in ``repr``."""
         return f"scale={self.scale}"
@@ -102,6 +127,21 @@ class _PrototypeHead(Head[Tensor]):
         with full_precision(query_features):
             dtype = torch.promote_types(result_dtype(query_features), state.dtype)
             return self.compare(query_features.to(dtype), state.to(dtype))
+
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others: only its own mean moves."""
+        counts = check_support(support_features, support_labels)
+        with full_precision(support_features):
+            features, means = (
+                support_features.to(result_dtype(support_features)),
+                self.fit(support_features, support_labels),
+            )
+            own_counts = counts[support_labels, None]
+            without = (own_counts * means[support_labels] - features) / (own_counts - 1).clamp(min=1)
+            pairs = zip(features.split(_PAIRS), without.split(_PAIRS), strict=True)
+            own = torch.cat([self.compare(x, mean).diagonal() for x, mean in pairs])
+            own = torch.where(own_counts[:, 0] == 1, -torch.inf, own)
+            return self.compare(features, means).scatter(1, support_labels[:, None], own[:, None])
 
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Logits (m, k) of ``queries`` (m, d) against ``means`` (k, d), of one dtype."""

@@ -166,8 +166,8 @@ class _MahalanobisGraph(nn.Module):
 
     def __init__(self, head: MahalanobisHead, features: Tensor, labels: Tensor) -> None:
         super().__init__()
-        covariance: RegularizedCovariance = head.covariance
         features = features.double()
+        covariance: RegularizedCovariance = head.covariance.on(features, labels)
         centre = features.mean(dim=0)
         n, d = features.shape
         # The covariance of one shot as published, c in every entry, leaves the span: there the basis is everything.

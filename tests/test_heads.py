@@ -135,3 +135,19 @@ def test_linear_head_names_the_width_it_was_made_for() -> None:
 def test_scale_must_be_positive(scale: float) -> None:
     with pytest.raises(ValueError, match="scale must be positive"):
         MahalanobisHead(scale=scale)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_left_out_logits_are_those_of_the_head_fitted_to_the_others(
+    name: str, task: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    features, labels, _ = task
+    head = make_head(name)
+    got = head.leave_one_out_logits(features, labels)
+    for i in range(len(labels)):
+        rest = torch.arange(len(labels)) != i
+        present, renumbered = labels[rest].unique(return_inverse=True)
+        expected = torch.full((4,), -torch.inf)
+        expected[present] = head(features[rest], renumbered, features[i : i + 1])[0]
+        torch.testing.assert_close(got[i], expected, rtol=1e-5, atol=1e-5)
+    assert torch.isinf(got).sum() == 1  # class 0 has one example

@@ -1,0 +1,104 @@
+"""What is chosen on left-out support examples: the temperature and beta."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fewshot_mahalanobis import MahalanobisClassifier
+from fewshot_mahalanobis.calibration import BETA_GRID, choose_beta, fit_temperature
+from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.heads import MahalanobisHead
+from tests.test_covariance import make_task
+
+
+def drawn(true_temperature: float, n: int = 20_000, k: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and labels drawn from their softmax at a temperature."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(n, k, generator=generator)
+    labels = torch.multinomial(torch.softmax(logits / true_temperature, dim=1), 1, generator=generator)[:, 0]
+    return logits, labels
+
+
+@pytest.mark.parametrize("temperature", [0.25, 1.0, 8.0])
+def test_the_temperature_that_made_the_labels_is_found(temperature: float) -> None:
+    assert fit_temperature(*drawn(temperature)) == pytest.approx(temperature, rel=0.05)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_the_temperature_scales_with_the_logits(scale: float) -> None:
+    logits, labels = drawn(1.0, n=500)
+    assert fit_temperature(scale * logits, labels) == pytest.approx(scale * fit_temperature(logits, labels), rel=1e-3)
+
+
+def test_faultless_examples_give_no_certainty() -> None:
+    """With N examples all right, the mean probability of the true class is that of Laplace's rule."""
+    logits = 100.0 * F.one_hot(torch.arange(3).repeat_interleave(4)).float()
+    labels = logits.argmax(dim=1)
+    probability = torch.softmax(logits / fit_temperature(logits, labels), dim=1)[0, 0]
+    assert float(probability) == pytest.approx(13 / 15, rel=1e-3)
+
+
+def test_examples_alone_in_their_class_are_left_out() -> None:
+    logits, labels = drawn(2.0, n=300)
+    alone = torch.cat([logits, torch.tensor([[0.0, -torch.inf, 0.0, 0.0]])])
+    assert fit_temperature(alone, torch.cat([labels, torch.tensor([1])])) == pytest.approx(
+        fit_temperature(logits, labels), rel=1e-6
+    )
+    with pytest.raises(ValueError, match="at least one class needs two"):
+        fit_temperature(alone[-1:], torch.tensor([1]))
+
+
+def test_logits_that_say_nothing_leave_the_temperature_at_one() -> None:
+    assert fit_temperature(torch.zeros(6, 3), torch.tensor([0, 0, 1, 1, 2, 2])) == 1.0
+
+
+def test_beta_is_that_of_the_smallest_left_out_cross_entropy() -> None:
+    """Against n refits for each candidate and a fine grid of temperatures."""
+    features, labels, _ = make_task(5, [4, 3, 5], 12, dtype=torch.float64)
+    variance = float(features.var(dim=0).mean())
+    targets = torch.full((12, 3), 1 / 15, dtype=torch.float64).scatter(1, labels[:, None], 13 / 15)
+    losses = []
+    for factor in BETA_GRID:
+        head = MahalanobisHead(RegularizedCovariance(factor * variance))
+        rest = ~torch.eye(12, dtype=torch.bool)
+        logits = torch.cat([head(features[r], labels[r], features[~r]) for r in rest])
+        temperatures = float(logits.std(dim=1).mean()) * torch.logspace(-3, 3, 600, dtype=torch.float64)
+        by_temperature = [-(targets * torch.log_softmax(logits / t, dim=1)).sum() for t in temperatures]
+        losses.append(float(torch.stack(by_temperature).min()))
+    assert len(set(losses)) == len(BETA_GRID)
+    expected = BETA_GRID[int(np.argmin(losses))] * variance
+    assert choose_beta(RegularizedCovariance(), features, labels) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_beta_auto_makes_predictions_free_of_the_scale_of_features(scale: float) -> None:
+    features, labels, queries = make_task(6, [4, 2, 5], 20, dtype=torch.float64)
+    head = MahalanobisHead(RegularizedCovariance(beta="auto"))
+    small = head(scale * features, labels, scale * queries)
+    torch.testing.assert_close(small, head(features, labels, queries), rtol=1e-6, atol=0)
+
+
+def test_where_nothing_can_be_left_out_beta_is_the_mean_variance() -> None:
+    features, labels, _ = make_task(6, [1, 1, 1], 20, dtype=torch.float64)
+    gaussians = RegularizedCovariance(beta="auto")(features, labels)
+    assert gaussians.beta == pytest.approx(float(features.var(dim=0).mean()))
+    assert RegularizedCovariance(beta="auto")(torch.ones(2, 3), torch.tensor([0, 1])).beta == 1.0
+
+
+def test_the_classifier_of_features_chooses_beta_when_asked_to() -> None:
+    features, labels, queries = make_task(7, [4, 3, 5], 12, dtype=torch.float64)
+    chosen = choose_beta(RegularizedCovariance(), features, labels)
+    auto = MahalanobisClassifier(beta="auto").fit(features.numpy(), labels.numpy())
+    assert auto.beta == "auto"
+    assert auto.beta_ == pytest.approx(chosen)
+    fixed = MahalanobisClassifier(beta=chosen).fit(features.numpy(), labels.numpy())
+    np.testing.assert_allclose(auto.decision_function(queries.numpy()), fixed.decision_function(queries.numpy()))
+
+
+@pytest.mark.parametrize("beta", ["automatic", 0.0, -1.0, float("nan"), float("inf")])
+def test_another_beta_is_refused(beta: object) -> None:
+    with pytest.raises(ValueError, match="beta must be positive and finite, or"):
+        RegularizedCovariance(beta=beta)  # type: ignore[arg-type]
