@@ -149,7 +149,7 @@ def cut_to_ink(images: Tensor, margin: float) -> Tensor:
 
 
 def scale_features_(model: SimpleCNAPS, factor: float) -> None:
-    """Multiply the features of the unadapted backbone by ``factor``, exactly, by rescaling layer 4.
+    """Multiply the features of the backbone, adapted or not, by ``factor``, exactly, by rescaling layer 4.
 
     beta I in equation 3 presumes a feature scale, while the scale that supervised training ends at is an
     accident: its classifier adjusts to any.
@@ -160,6 +160,9 @@ def scale_features_(model: SimpleCNAPS, factor: float) -> None:
             cast(Tensor, bn.weight).mul_(factor)
             cast(Tensor, bn.bias).mul_(factor)
         second.conv1.weight.div_(factor)
+        if model.film_generator is not None:  # beta is added to what has been scaled
+            for scales in model.film_generator.layers[-1].scales:
+                scales["beta2"].mul_(factor)
 
 
 def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:
@@ -213,7 +216,7 @@ def meta_train(
         raise ValueError("a model without adaptation has nothing to meta-train")
     if recipe.init is not None:
         before = load_checkpoint(recipe.init)
-        if before.config != model.config:
+        if {**before.config, "scale": model.config["scale"]} != model.config:  # s is no weight
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
         model.load_state_dict(before.state_dict())
     model.feature_extractor.load_state_dict(load_file(recipe.backbone))

@@ -230,11 +230,18 @@ def test_grey_sources_are_told_from_colour_ones(folder):
     assert is_grey(replace(source, images=np.repeat(source.images[..., :1], 3, axis=-1)))
 
 
-def test_scaling_features_scales_them_exactly():
+def test_scaling_features_scales_them_exactly_adapted_or_not():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = SimpleCNAPS(image_size=32, adaptation="none")
-    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    before = model.feature_extractor(images)
+        model = SimpleCNAPS(image_size=32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, scales in model.film_generator.named_parameters():
+            if ".scales." in name:  # FiLM of a size that shows
+                scales.copy_(0.3 * torch.randn(scales.shape, generator=generator))
+    images, labels = torch.rand(6, 3, 32, 32, generator=generator), torch.tensor([0, 0, 0, 1, 1, 1])
+    plain, adapted = model.feature_extractor(images), model.adapt(images, labels).features(images)
     scale_features_(model, 3.0)
-    torch.testing.assert_close(model.feature_extractor(images), 3 * before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.feature_extractor(images), 3 * plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.adapt(images, labels).features(images), 3 * adapted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain, adapted, rtol=0.1)
