@@ -1,9 +1,54 @@
-"""Sphinx configuration."""
+"""Sphinx configuration: ``sphinx-build -W docs docs/_build`` builds the site and runs the gallery's scripts."""
+
+import os
+
+import fewshot_mahalanobis
 
 project = "fewshot_mahalanobis"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+author = "The fewshot_mahalanobis developers"
+copyright = author
+version = release = fewshot_mahalanobis.__version__
+
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
+]
+templates_path = ["_templates"]
+exclude_patterns = ["_build"]
+
+# Markdown: $...$ and $$...$$ are mathematics; headings down to the third level can be linked to.
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+# The docstrings give types and shapes; the pages of classes list their methods in full.
 autodoc_typehints = "none"
-napoleon_use_rtype = False
-html_theme = "alabaster"
+autosummary_generate = True
+numpydoc_show_class_members = False
+toc_object_entries_show_parents = "hide"
 # What scikit-learn adds for its metadata routing is documented there.
 autodoc_default_options = {"exclude-members": "set_partial_fit_request, set_score_request"}
+
+os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars say nothing on a page
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "auto_examples",
+    "filename_pattern": "/plot_",
+    "within_subsection_order": "FileNameSortKey",
+    "abort_on_example_error": True,
+    "backreferences_dir": None,
+    "download_all_examples": False,
+    "show_memory": False,
+}
+
+# Prompts are not copied with a command.
+copybutton_prompt_text = "$ "
+
+html_theme = "pydata_sphinx_theme"
+html_title = "fewshot_mahalanobis"
+html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False, "show_prev_next": False}
+html_show_sourcelink = False

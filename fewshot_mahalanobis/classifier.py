@@ -8,23 +8,25 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.checkpoints import load_checkpoint
+from fewshot_mahalanobis.checkpoints.format import check_finite, checked_settings, read_tensors
 from fewshot_mahalanobis.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
@@ -33,11 +35,13 @@ from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask, SimpleCNAPS
 from fewshot_mahalanobis.onnx_export import write_onnx
 
+Result = TypeVar("Result")
+
 _FILE_FORMAT = "fewshot_mahalanobis.SimpleCNAPSClassifier"
 _FILE_VERSION = 1
 
 
-class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
+class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, TransformerMixin, BaseEstimator):
     """Image classifier that learns its classes from a few images each, in one forward pass.
 
     Fitting adapts a pretrained ResNet18 to the support images by FiLM layers and describes each class by a
@@ -67,7 +71,8 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
         CUDA devices that have it natively and float32 elsewhere. Other than float32, results may vary in
         their third digit with the batch an image is in.
     batch_size : int, default=64
-        Images in work at a time. It bounds memory and does not change results.
+        Images in work at a time. It bounds memory and does not change results. One that does not fit into CUDA's
+        memory is halved until it does, with a warning.
     n_jobs : int, optional
         Threads that decode images, counted as scikit-learn does (-1: all cores). Default: the usable
         cores, at most 4.
@@ -165,13 +170,12 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
         if len(classes) < 2:
             raise ValueError(f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}")
 
-        images = torch.cat(list(self._with_progress(batches, "fit")))
-        task = model.adapt(
-            images, torch.from_numpy(codes), head=head, adapt=self.adapt, dtype=dtype, batch_size=batches.batch_size
+        images, targets = torch.cat(list(self._with_progress(batches, "fit"))), torch.from_numpy(codes)
+        task, _ = _within_memory(
+            lambda size: model.adapt(images, targets, head=head, adapt=self.adapt, dtype=dtype, batch_size=size),
+            batches.batch_size,
         )
-        self.device_, self.model_ = device, model
-        self.n_features_out_ = task.support_features.shape[1]
-        self._set_task(task, classes)
+        self._set_state(task, classes, device_=device, model_=model)
         return self
 
     def partial_fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
@@ -210,9 +214,9 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
         before = np.searchsorted(classes, self.classes_)[self.task_.support_labels.cpu().numpy()]
         codes = np.concatenate([before, np.searchsorted(classes, labels)])
 
-        features = [self._features(images) for images in self._with_progress(batches, "partial_fit")]
+        features = self._features(batches, "partial_fit")
         task = self.task_.refit(torch.cat([self.task_.support_features, *features]), torch.from_numpy(codes))
-        self._set_task(task, classes)
+        self._set_state(task, classes)
         return self
 
     def _pretrained(self) -> SimpleCNAPS:
@@ -221,10 +225,15 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
             return copy.deepcopy(self.checkpoint).eval()
         return load_checkpoint(self.checkpoint)
 
-    def _set_task(self, task: AdaptedTask, classes: NDArray[Any]) -> None:
-        self.task_ = task
-        self.classes_ = classes
-        self.class_counts_ = np.bincount(task.support_labels.cpu().numpy(), minlength=len(classes))
+    def _set_state(self, task: AdaptedTask, classes: NDArray[Any], **others: Any) -> None:
+        fitted = {
+            "task_": task,
+            "classes_": classes,
+            "class_counts_": np.bincount(task.support_labels.cpu().numpy(), minlength=len(classes)),
+            "n_features_out_": task.support_features.shape[1],
+            **others,
+        }
+        self.__dict__.update(fitted)  # in one step: an interruption comes before it or after it
 
     # ---------------------------------------------------------------- queries
 
@@ -310,17 +319,19 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
         """
         check_is_fitted(self)
         batches = self._batches(X, self.model_.image_size)
-        features = [self._features(images).cpu() for images in self._with_progress(batches, "transform")]
-        return torch.cat(features).numpy()
+        return torch.cat([features.cpu() for features in self._features(batches, "transform")]).numpy()
 
     def _logits(self, X: Any, name: str) -> Iterator[Tensor]:
         check_is_fitted(self)
         batches = self._batches(X, self.model_.image_size)
-        for images in self._with_progress(batches, name):
-            yield self.task_.head_logits(self._features(images))
+        for features in self._features(batches, name):
+            yield self.task_.head_logits(features)
 
-    def _features(self, images: Tensor) -> Tensor:
-        return self.task_.features(images, len(images))
+    def _features(self, batches: ImageBatches, name: str) -> Iterator[Tensor]:
+        size = batches.batch_size
+        for images in self._with_progress(batches, name):
+            features, size = _within_memory(partial(self.task_.features, images), min(size, len(images)))
+            yield features
 
     def _batches(self, X: Any, size: int) -> ImageBatches:
         return ImageBatches(X, size, batch_size=self.batch_size, n_jobs=self.n_jobs)
@@ -330,6 +341,10 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
             for images in batches:
                 yield images
                 bar.update(len(images))
+
+    @property
+    def _n_features_out(self) -> int:  # for the names that set_output and get_feature_names_out give
+        return self.n_features_out_
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -342,13 +357,12 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
     # ---------------------------------------------------------------- keeping
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__())
+        # All on the CPU, so that the pickle opens on a machine without this device, and the folded network left out, as
+        # the model and the FiLM parameters give it back.
+        state = {name: _on_cpu(value) for name, value in super().__getstate__().items()}
         if "task_" in state:
-            # All on the CPU, so that the pickle opens on a machine without this device, and the folded network left
-            # out, as the model and the FiLM parameters give it back.
-            model, task = state["model_"], state["task_"]
-            head = None if task.head is model.head else copy.deepcopy(task.head).cpu()
-            state["model_"] = model if model.device.type == "cpu" else copy.deepcopy(model).cpu()
+            task = self.task_
+            head = None if task.head is self.model_.head else copy.deepcopy(task.head).cpu()
             state["task_"] = {
                 "film": _film_to(task.film, torch.device("cpu")),
                 "head": head,
@@ -417,7 +431,10 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
         }
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as folder:
             temporary = Path(folder) / path.name
-            save_file(tensors, temporary, metadata={"format": _FILE_FORMAT, "classifier": json.dumps(header)})
+            try:
+                save_file(tensors, temporary, metadata={"format": _FILE_FORMAT, "classifier": json.dumps(header)})
+            except SafetensorError as error:  # the library's form of a full disk
+                raise OSError(f"{path} cannot be written: {error}") from error
             os.replace(temporary, path)
 
     @classmethod
@@ -447,26 +464,30 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
         target = _device(device)
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != _FILE_FORMAT:
-                    raise ValueError(f"{path} is a safetensors file, but not one that SimpleCNAPSClassifier.save wrote")
-                header = json.loads(metadata["classifier"])
-                if header["version"] > _FILE_VERSION:
-                    raise ValueError(
-                        f"{path} was written by a newer version (format {header['version']}, this one reads up to "
-                        f"{_FILE_VERSION}): upgrade fewshot_mahalanobis"
-                    )
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                metadata, names = file.metadata() or {}, set(file.keys())
+                shots = file.get_slice("support_labels").get_shape() if "support_labels" in names else [0]
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file, or is damaged or cut short: {error}") from error
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} has a damaged header: {error!r}") from error
-        if header.get("digest") != _digest(tensors):
-            raise ValueError(f"{path} is damaged: its contents do not match their digest")
+        if metadata.get("format") != _FILE_FORMAT:
+            raise ValueError(f"{path} is a safetensors file, but not one that SimpleCNAPSClassifier.save wrote")
+        header = _checked_header(path, metadata.get("classifier", ""))
         try:
-            return cls._restored(header, tensors, device, target)
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise ValueError(f"{path} is incomplete or does not fit together: {error!r}") from error
+            # Neither memory nor the global random generator is spent on what the file is compared with.
+            with torch.device("meta"):
+                model = SimpleCNAPS(**checked_settings(header["model"], "the model's settings"))
+                film = _empty_film() if any(name.startswith("film.") for name in names) else None
+                tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+                tensors |= _film_tensors(film) | {
+                    "support_features": torch.empty(*shots[:1], model.feature_extractor.out_features),
+                    "support_labels": torch.empty(*shots[:1], dtype=torch.int64),
+                }
+            tensors = read_tensors(path, tensors)
+            if header["digest"] != _digest(tensors):
+                raise ValueError("its contents do not match their digest")
+            check_finite(path, tensors)
+            return cls._restored(model, header, tensors, device, target)
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{path} is incomplete, damaged or does not fit together: {error}") from error
 
     def export_onnx(self, path: str | os.PathLike[str]) -> None:
         """Write the adapted network and its fitted head as one ONNX file, in float32.
@@ -493,15 +514,18 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
 
     @classmethod
     def _restored(
-        cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor], device: str | torch.device, target: torch.device
+        cls,
+        model: SimpleCNAPS,
+        header: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        device: str | torch.device,
+        target: torch.device,
     ) -> SimpleCNAPSClassifier:
         weights = {
             name.removeprefix("model."): tensor.float() if tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()
             if name.startswith("model.")
         }
-        with torch.device("meta"):  # neither memory nor the global random generator is spent on initial weights
-            model = SimpleCNAPS(**header["model"])
         model.load_state_dict(weights, assign=True)
         model.eval().to(target)
         checkpoint = header["checkpoint"] if header["checkpoint"] is not None else model
@@ -510,9 +534,10 @@ class SimpleCNAPSClassifier(ClassifierMixin, BaseEstimator):
         film = _film_to(_film_from_tensors(tensors), target)
         task = AdaptedTask(model, film, _head(classifier.head, model), _dtype(classifier.precision, target))
         task = task.refit(tensors["support_features"], tensors["support_labels"])
-        classifier.device_, classifier.model_ = target, model
-        classifier.n_features_out_ = task.support_features.shape[1]
-        classifier._set_task(task, np.array(header["labels"]["classes"], dtype=header["labels"]["dtype"]))
+        classes = _labels_from_json(header["labels"])
+        if len(classes) != int(task.support_labels.max()) + 1:
+            raise ValueError(f"{len(classes)} labels for {int(task.support_labels.max()) + 1} classes")
+        classifier._set_state(task, classes, device_=target, model_=model)
         return classifier
 
 
@@ -532,6 +557,28 @@ def _dtype(precision: str, device: torch.device) -> torch.dtype:
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision must be 'auto', 'float32' or 'bfloat16', got {precision!r}")
     return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def _within_memory(compute: Callable[[int], Result], batch_size: int) -> tuple[Result, int]:
+    """``compute(b)`` and b: ``batch_size``, or what is left of it halved until CUDA's memory holds a batch."""
+    size = batch_size
+    while True:
+        try:
+            result = compute(size)
+            break
+        except torch.cuda.OutOfMemoryError:
+            if size == 1:
+                raise
+        # Out here, where the error no longer keeps the failed attempt's tensors alive.
+        torch.cuda.empty_cache()
+        size //= 2
+    if size < batch_size:
+        warnings.warn(
+            f"CUDA's memory does not hold a batch of {batch_size} images: going on with {size} at a time. "
+            f"Set batch_size={size} to spare the attempt",
+            stacklevel=4,
+        )
+    return result, size
 
 
 def _head(head: str | nn.Module, model: SimpleCNAPS) -> Head:
@@ -615,6 +662,59 @@ def _label_kind(value: Any) -> str | None:
 # -------------------------------------------------------------------- files
 
 
+#: Fields of the header of a saved classifier, and of two of them, with their types in JSON.
+_HEADER = {"version": int, "digest": str, "model": dict, "checkpoint": str | None, "parameters": dict, "labels": dict}
+_PARAMETERS = {
+    "head": str | dict,
+    "adapt": bool,
+    "precision": str,
+    "batch_size": int,
+    "n_jobs": int | None,
+    "verbose": int,
+}
+_LABELS = {"dtype": str, "classes": list}
+#: Most bytes of a file's labels as an array: a hostile dtype may be of any width.
+_MOST_LABEL_BYTES = 2**28
+
+
+def _checked_header(path: Path, text: str) -> dict[str, Any]:
+    """Parse the header of a saved classifier, refusing fields that are missing, unknown or of another type."""
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has a damaged header: {error}") from error
+    version = header.get("version") if isinstance(header, dict) else None
+    if type(version) is int and version > _FILE_VERSION:
+        raise ValueError(
+            f"{path} was written by a newer version (format {version}, this one reads up to {_FILE_VERSION}): "
+            "upgrade fewshot_mahalanobis"
+        )
+    _check_fields(path, "its header", header, _HEADER)
+    _check_fields(path, "its parameters", header["parameters"], _PARAMETERS)
+    _check_fields(path, "its labels", header["labels"], _LABELS)
+    return header
+
+
+def _check_fields(path: Path, what: str, values: Any, types: Mapping[str, Any]) -> None:
+    if not isinstance(values, dict) or values.keys() != types.keys():
+        raise ValueError(f"{path} is incomplete or damaged: {what} must have the fields {', '.join(types)}")
+    for name, wanted in types.items():
+        # bool is a subclass of int.
+        if not isinstance(values[name], wanted) or isinstance(values[name], bool) != (wanted is bool):
+            raise ValueError(f"{path} is damaged: {name!r} of {what} is {values[name]!r}")
+
+
+def _labels_from_json(labels: Mapping[str, Any]) -> NDArray[Any]:
+    """``classes_`` of a saved classifier; ValueError, TypeError or OverflowError if they cannot be that."""
+    dtype, classes = np.dtype(labels["dtype"]), labels["classes"]
+    if dtype.kind not in "OUbiuf" or dtype.itemsize * len(classes) > _MOST_LABEL_BYTES:
+        raise ValueError(f"labels of type {labels['dtype']!r}")
+    array = np.array(classes, dtype=dtype)
+    if _checked_labels(array, len(classes)).tolist() != classes or np.unique(array).tolist() != classes:
+        raise ValueError(f"labels that are not sorted, not different or not of type {labels['dtype']!r}")
+    return array
+
+
 def _smallest_lossless(tensor: Tensor) -> Tensor:
     """Copy in float16 if every value survives that, else as it is."""
     half = tensor.to(torch.float16)
@@ -645,10 +745,24 @@ def _film_from_tensors(tensors: Mapping[str, Tensor]) -> Film | None:
     ]
 
 
+def _empty_film() -> Film:
+    """FiLM parameters of the shapes that the network takes, without values."""
+    return [
+        [BlockFilm(*(torch.empty(width) for _ in BlockFilm._fields)) for _ in range(BLOCKS_PER_LAYER)]
+        for width in LAYER_WIDTHS
+    ]
+
+
 def _film_to(film: Film | None, device: torch.device) -> Film | None:
     if film is None:
         return None
     return [[BlockFilm(*(tensor.to(device) for tensor in block)) for block in blocks] for blocks in film]
+
+
+def _on_cpu(value: Any) -> Any:
+    """A module as itself if it is on the CPU, else a copy there; anything else as it is."""
+    elsewhere = isinstance(value, nn.Module) and any(p.device.type != "cpu" for p in value.parameters())
+    return copy.deepcopy(value).cpu() if elsewhere else value
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

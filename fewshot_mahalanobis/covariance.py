@@ -292,7 +292,8 @@ class ClassGaussians:
         with full_precision(self.means):
             task_covariance = self._task.covariance()
             stacks = [_regularised_covariance(group, task_covariance, self.beta) for group in self._groups]
-            return torch.cat(stacks)[self._columns]
+            dense = torch.cat(stacks)[self._columns]
+            return (dense + dense.mT) / 2  # a product A^T A is symmetric but for its last bits
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
+from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.episodes.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
 from fewshot_mahalanobis.evaluation.evaluate import markdown_table
@@ -38,7 +37,7 @@ def run_demo(
     Parameters
     ----------
     picture : path
-        PNG to write.
+        PNG to write: support and query images with their predictions.
     checkpoint : str
     tasks : int
         Random 10-way 5-shot tasks of 100 queries.
@@ -50,8 +49,8 @@ def run_demo(
     dict of str to Accuracy
         Of every method over the tasks.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError('the demo draws with matplotlib: pip install "fewshot-mahalanobis[demo]"')
+    from fewshot_mahalanobis.plotting import Figure, plot_task  # needs matplotlib, which the rest does not
+
     images, targets = digits()
     classes = [np.flatnonzero(targets == k) for k in range(WAY)]
     say(f"Real images: {len(images)} handwritten digits of 8 x 8 pixels that scikit-learn ships.")
@@ -68,7 +67,10 @@ def run_demo(
         f"(loading the checkpoint included);\n"
         f"          predicted {len(right)} others in {done - fitted:.1f} s: {right.sum()} are right."
     )
-    draw_task(images, targets, episode, probabilities, classifier.classes_, picture)
+    figure = Figure()  # not pyplot's: no window, whatever the backend
+    support, query = ((images[i], targets[i]) for i in (episode.support, episode.query))
+    plot_task(classifier, *support, *query, figure=figure)
+    figure.savefig(picture, dpi=110)
     say(f"Picture: {picture}")
 
     say(f"Accuracy over {tasks} random {WAY}-way {SHOT}-shot tasks, mean and 95 % interval:")
@@ -103,47 +105,3 @@ def compare(
         "the same network without adaptation": Accuracy.of(found[plain]),
         "nearest class mean of raw pixels": Accuracy.of(np.array(raw)),
     }
-
-
-def draw_task(
-    images: NDArray[np.uint8],
-    targets: NDArray[np.int64],
-    episode: Episode,
-    probabilities: NDArray[np.float64],
-    classes: NDArray[np.int64],
-    picture: str | Path,
-) -> None:
-    """Support images on the left; queries on the right with prediction and probability, wrong ones in red."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 8.6))
-    FigureCanvasAgg(figure)
-    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(SHOT + 0.6, QUERIES))[0]
-    left.suptitle(f"Support: {SHOT} images a class")
-    right.suptitle("Queries: predicted digit and its probability (wrong ones red, with the true digit)")
-    support_axes = left.subplots(WAY, SHOT)
-    query_axes = right.subplots(WAY, QUERIES)
-    left.subplots_adjust(left=0.08, right=0.97, top=0.91, bottom=0.02, hspace=0.35)
-    right.subplots_adjust(left=0.02, right=0.98, top=0.91, bottom=0.02, hspace=0.35)
-    labels = targets[episode.support]
-    ways = [int(episode.support_labels[labels == digit][0]) for digit in classes]
-    for row, way in enumerate(ways):
-        for axis, index in zip(support_axes[row], episode.support[episode.support_labels == way], strict=True):
-            axis.imshow(images[index], cmap="gray")
-        support_axes[row, 0].set_ylabel(str(classes[row]), fontsize=13, rotation=0, labelpad=12, va="center")
-        for axis, position in zip(query_axes[row], np.flatnonzero(episode.query_labels == way), strict=True):
-            axis.imshow(images[episode.query[position]], cmap="gray")
-            best = probabilities[position].argmax()
-            truth = targets[episode.query[position]]
-            wrong = classes[best] != truth
-            axis.set_title(
-                f"{classes[best]}  {100 * probabilities[position, best]:.0f} %" + (f" ({truth})" if wrong else ""),
-                fontsize=7.5,
-                pad=2,
-                color="crimson" if wrong else "black",
-            )
-    for axis in [*support_axes.flat, *query_axes.flat]:
-        axis.set_xticks([])
-        axis.set_yticks([])
-    figure.savefig(picture, dpi=110)

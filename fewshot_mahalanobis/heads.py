@@ -55,7 +55,7 @@ class Head(nn.Module, Generic[State]):
     def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
         """Logits (n, k) of each support example, features (n, d), by the head fitted to the others.
 
-        Minus infinity where a class has no other example. Heads that can do better than n fits do.
+        Minus infinity where a class has no other example. By n fits; the heads of this module know shorter ways.
         """
         counts = check_support(support_features, support_labels)
         rows = []
@@ -130,18 +130,12 @@ class _PrototypeHead(Head[Tensor]):
 
     def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
         """Logits (n, k) of each support example by the head fitted to the others: only its own mean moves."""
-        counts = check_support(support_features, support_labels)
         with full_precision(support_features):
-            features, means = (
-                support_features.to(result_dtype(support_features)),
-                self.fit(support_features, support_labels),
-            )
-            own_counts = counts[support_labels, None]
-            without = (own_counts * means[support_labels] - features) / (own_counts - 1).clamp(min=1)
-            pairs = zip(features.split(_PAIRS), without.split(_PAIRS), strict=True)
-            own = torch.cat([self.compare(x, mean).diagonal() for x, mean in pairs])
-            own = torch.where(own_counts[:, 0] == 1, -torch.inf, own)
-            return self.compare(features, means).scatter(1, support_labels[:, None], own[:, None])
+            means = self.fit(support_features, support_labels)
+            features = support_features.to(means.dtype)
+            pairs = zip(features.split(_PAIRS), _means_without(features, support_labels).split(_PAIRS), strict=True)
+            own = torch.cat([self.compare(x, without).diagonal() for x, without in pairs])
+            return _with_own(self.compare(features, means), own, support_labels)
 
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Logits (m, k) of ``queries`` (m, d) against ``means`` (k, d), of one dtype."""
@@ -180,6 +174,18 @@ class DotProductHead(_PrototypeHead):
         return queries @ means.T
 
 
+def _means_without(features: Tensor, labels: Tensor) -> Tensor:
+    """Mean of the other examples of each example's class, (n, d); zero where there are none."""
+    counts = labels.bincount()[labels, None]
+    return (counts * class_means(features, labels)[labels] - features) / (counts - 1).clamp(min=1)
+
+
+def _with_own(logits: Tensor, own: Tensor, labels: Tensor) -> Tensor:
+    """``logits`` (n, k) with ``own`` (n,) for each example's own class, minus infinity where it is alone in it."""
+    own = torch.where(labels.bincount()[labels] == 1, -torch.inf, own)
+    return logits.scatter(1, labels[:, None], own[:, None])
+
+
 class LinearClassifier(NamedTuple):
     """Weights of a linear classifier generated for one task."""
 
@@ -215,14 +221,25 @@ class LinearHead(Head[LinearClassifier]):
                 f"in_features={self.in_features}"
             )
         with full_precision(support_features):
-            means = class_means(support_features, support_labels).to(self.weight_generator.linear1.weight.dtype)
-            return LinearClassifier(self.weight_generator(means) + means, self.bias_generator(means)[:, 0])
+            return self._generate(class_means(support_features, support_labels))
 
     def logits(self, state: LinearClassifier, query_features: Tensor) -> Tensor:
         """W x + b of queries (m, d): (m, k), in the dtype of the head's parameters."""
         check_features(query_features, "query features", width=self.in_features)
         with full_precision(query_features):
             return F.linear(query_features.to(state.weight.dtype), state.weight, state.bias)
+
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others: only its own row moves."""
+        logits = self(support_features, support_labels, support_features)
+        with full_precision(support_features):
+            features = support_features.to(logits.dtype)
+            without = self._generate(_means_without(features, support_labels))
+            return _with_own(logits, (without.weight * features).sum(dim=1) + without.bias, support_labels)
+
+    def _generate(self, means: Tensor) -> LinearClassifier:
+        means = means.to(self.weight_generator.linear1.weight.dtype)
+        return LinearClassifier(self.weight_generator(means) + means, self.bias_generator(means)[:, 0])
 
 
 class _ThreeLayers(nn.Module):

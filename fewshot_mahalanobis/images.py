@@ -11,18 +11,19 @@ A collection of images is any of
 Every image takes one road: 8-bit RGB, then Pillow's antialiased bilinear resize to a square, aspect not
 kept, as in Meta-Dataset (Triantafillou et al., ICLR 2020). So the same picture gives the same tensor
 whether it comes as a path, a PIL image, an array or a tensor. Floats are rounded to the 8 bits that the
-network was trained on.
+network was trained on. Colour profiles are not applied, as in the data sets it was trained on.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, BinaryIO
 
 import joblib
 import numpy as np
@@ -35,6 +36,9 @@ from torch import Tensor
 _CHANNELS = (1, 3, 4)
 #: Decoding threads that ``n_jobs=None`` stands for at most.
 _MOST_DEFAULT_THREADS = 4
+#: Most pixels of an image (Pillow's own limit, which other code may lift for the whole process) and its longest side
+#: (a JPEG's; the first pass of a resize has the new width and the old height, so a thin image would grow in it).
+_MOST_PIXELS, _LONGEST_SIDE = 178_956_970, 65_535
 #: How far a float may lie outside [0, 1] through rounding alone.
 _ROUNDING = 1e-6
 
@@ -59,16 +63,49 @@ def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
     Raises
     ------
     ImageError
-        The image has no pixels, a mode without a conversion to RGB, or values outside its range.
-    OSError
-        The file behind a lazily opened image is truncated.
+        The image has no pixels or too many, is Encapsulated PostScript, or has values outside its range.
+    Exception
+        What Pillow raises, of many types, where the file behind a lazily opened image is damaged.
     """
-    if 0 in image.size:
-        raise ImageError(f"it has no pixels (size {image.width} x {image.height})")
+    check_header(image)
     rgb = _to_rgb(ImageOps.exif_transpose(image))
     if rgb.size != (size, size):
         rgb = rgb.resize((size, size), Image.Resampling.BILINEAR)
     return np.asarray(rgb)
+
+
+def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDArray[np.uint8]:
+    """One image file as uint8 RGB of shape (size, size, 3).
+
+    Its format is told by its contents, whatever its name says; of several frames the first is taken.
+
+    Parameters
+    ----------
+    file : path, or binary file that can seek
+        A pipe is refused, not waited on.
+    size : int
+        Side of the square, in pixels.
+
+    Raises
+    ------
+    ImageError
+        It cannot be read, is no image file that Pillow knows, damaged, cut short, or refused by
+        :func:`to_square_array`. The message does not name it.
+    """
+    try:
+        if isinstance(file, str | os.PathLike):
+            problem = _path_problem(file)
+            if problem is not None:
+                raise ImageError(problem)
+            # The handle is ours because Pillow maps some files given by name, and a map hides a short file.
+            with Path(os.fsdecode(file)).open("rb") as opened:
+                return read_square_array(opened, size)
+        with Image.open(file) as image:
+            return to_square_array(image, size)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ImageError(_reason(error)) from error
 
 
 def to_network_range(images: Tensor) -> Tensor:
@@ -140,7 +177,7 @@ def _normalised(images: list[Future[NDArray[np.uint8]]]) -> Tensor:
 def _checked(images: Any) -> Sequence[Any]:
     """Make every check that needs no pixels, and return the collection as something to index."""
     if isinstance(images, Image.Image | str | os.PathLike):
-        if isinstance(images, str | os.PathLike) and Path(images).is_dir():
+        if isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112 (pathlib raises for some)
             raise ImageError(f"{str(images)!r} is a folder: pass the list of its image files")
         raise ImageError(f"got a single image ({_describe(images)}): wrap it in a list")
     if hasattr(images, "to_numpy"):  # a pandas Series of paths, say
@@ -185,16 +222,45 @@ def _item_problem(item: Any) -> str | None:
     if isinstance(item, Image.Image):
         return None
     if isinstance(item, str | os.PathLike):
-        path = Path(item)
-        try:
-            if path.is_file():
-                return None
-            return "it is a folder, not an image file" if path.is_dir() else f"no such file (looked in {Path.cwd()})"
-        except (OSError, ValueError) as error:  # a name too long or with a null, a folder that may not be entered
-            return f"it cannot be read: {error}"
+        return _path_problem(item)
     if isinstance(item, np.ndarray | Tensor):
         return _array_problem(tuple(item.shape), item.dtype, isinstance(item, Tensor))
     return "not an image: expected a path, a PIL image, an array (h, w, 3) or (h, w), or a tensor (3, h, w)"
+
+
+def _path_problem(path: str | os.PathLike[Any]) -> str | None:
+    """Say why a path is no readable file, if so, without opening it: a pipe would be waited on."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 (takes names in bytes too)
+    except FileNotFoundError:
+        return "a link to nothing" if os.path.islink(path) else f"no such file (looked in {Path.cwd()})"  # noqa: PTH114
+    except (OSError, ValueError) as error:  # a folder that may not be entered, a name too long or with a null
+        return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+    if stat.S_ISDIR(status.st_mode):
+        return "it is a folder, not an image file"
+    if not stat.S_ISREG(status.st_mode):
+        return "it is a pipe, a socket or a device, not an image file"
+    return None if status.st_size else "the file is empty"
+
+
+def check_header(image: Image.Image) -> None:
+    """Refuse an image by what its header says, before its pixels cost memory or time."""
+    if image.format == "EPS":
+        raise ImageError("Encapsulated PostScript is a program, to be run by Ghostscript: convert it to PNG first")
+    problem = _size_problem(*image.size)
+    if problem is not None:
+        raise ImageError(problem)
+
+
+def _size_problem(width: int, height: int) -> str | None:
+    if width == 0 or height == 0:
+        return f"it has no pixels (size {width} x {height})"
+    if max(width, height) > _LONGEST_SIDE or width * height > _MOST_PIXELS:
+        return (
+            f"{width} x {height} pixels are too many: at most {_MOST_PIXELS}, with sides of up to {_LONGEST_SIDE}, "
+            "are read. Scale it down first"
+        )
+    return None
 
 
 def _array_problem(shape: tuple[int, ...], dtype: np.dtype[Any] | torch.dtype, channels_first: bool) -> str | None:
@@ -202,8 +268,6 @@ def _array_problem(shape: tuple[int, ...], dtype: np.dtype[Any] | torch.dtype, c
     wanted = "(3, h, w) or (1, h, w)" if channels_first else "(h, w, 3) or (h, w)"
     if len(shape) not in (2, 3):
         return f"an image of shape {shape} is not {wanted}"
-    if 0 in shape:
-        return f"an image of shape {shape} has no pixels"
     if len(shape) == 3 and shape[0 if channels_first else -1] not in _CHANNELS:
         elsewhere = shape[-1 if channels_first else 0] in _CHANNELS
         move = (
@@ -213,6 +277,10 @@ def _array_problem(shape: tuple[int, ...], dtype: np.dtype[Any] | torch.dtype, c
         )
         remedy = f": move the channels {move}"
         return f"an image of shape {shape} is not {wanted}{remedy if elsewhere else ''}"
+    height, width = shape[1:] if channels_first and len(shape) == 3 else shape[:2]
+    problem = _size_problem(width, height)
+    if problem is not None:
+        return problem
     if isinstance(dtype, torch.dtype):
         fine = dtype.is_floating_point or dtype in (torch.uint8, torch.bool)
     else:
@@ -235,22 +303,31 @@ def _decode(images: Sequence[Any], index: int, size: int, lock: Lock) -> NDArray
     item = images[index]
     try:
         if isinstance(item, str | os.PathLike):
-            # The handle is ours because Pillow maps some files given by name, and a map hides a short file.
-            with Path(item).open("rb") as file, Image.open(file) as image:
-                return to_square_array(image, size)
+            return read_square_array(item, size)
         if isinstance(item, Image.Image):
+            check_header(item)
             with lock:  # the same lazily opened image may stand in the list twice, and loading is not thread-safe
                 item.load()
             return to_square_array(item, size)
         return to_square_array(_array_to_pil(item), size)
-    except ImageError as error:
-        raise ImageError(f"image {index} ({_describe(item)}): {error}") from error
-    except Image.UnidentifiedImageError as error:
-        raise ImageError(f"image {index} ({_describe(item)}): not an image file that Pillow knows") from error
     except MemoryError:
         raise
-    except Exception as error:  # Pillow's decoders raise a dozen unrelated types on a damaged file
-        raise ImageError(f"image {index} ({_describe(item)}) cannot be decoded, is it damaged? {error}") from error
+    except Exception as error:
+        raise ImageError(f"image {index} ({_describe(item)}): {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What an error of reading one image says to the user."""
+    if isinstance(error, ImageError):
+        return str(error)
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "not an image file that Pillow knows"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"it has too many pixels: {error} Scale it down first"
+    if isinstance(error, PermissionError):
+        return f"it cannot be read: {error.strerror}"
+    # Pillow's decoders raise a dozen unrelated types on a damaged file, some without a word.
+    return f"it cannot be decoded, is it damaged? {str(error) or type(error).__name__}"
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

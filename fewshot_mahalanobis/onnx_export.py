@@ -186,7 +186,7 @@ class _MahalanobisGraph(nn.Module):
         else:
             gaussians = covariance((features - centre) @ basis, labels)
             means = gaussians.means
-        self.scale, self.beta, self.everything = head.scale, covariance.beta, everything
+        self.scale, self.beta, self.everything = head.scale, float(covariance.beta), everything
         self.register_buffer("centre", centre.float())
         self.register_buffer("basis", basis.float())
         self.register_buffer("means", means.float()[:, None])  # (k, 1, r)

@@ -69,6 +69,14 @@ def send(
         handler.wfile.write(body)
 
 
+def send_and_drop(handler: BaseHTTPRequestHandler, body: bytes, after: int, ranges: bool = True) -> None:
+    """Send ``after`` bytes of what is asked for, then drop the connection."""
+    asked = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", "")) if ranges else None
+    start = int(asked[1]) if asked else 0
+    part = {"Content_Range": f"bytes {start}-{len(body) - 1}/{len(body)}"} if asked else {}
+    send(handler, body[start : start + after], 206 if asked else 200, length=len(body) - start, **part)
+
+
 class Hub:
     """The routes of a model hub that ``snapshot_download`` and ``push_to_hub`` use, over files in memory."""
 

@@ -31,7 +31,7 @@ from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob
 from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from tests.checkpoint_server import Hub, Server, git_blob_id, send
+from tests.checkpoint_server import Hub, Server, git_blob_id, send, send_and_drop
 from tests.golden import recipe
 
 FILE = bytes(range(256)) * 4096  # a megabyte, for the downloads whose contents do not matter
@@ -441,6 +441,14 @@ def unannounced_then_cut(handler):
     handler.wfile.write(FILE[:1000])
 
 
+def wrong_part(handler):
+    """Drops the first connection, then sends the beginning again as if it were the rest."""
+    if "Range" in handler.headers:
+        send(handler, FILE[:-1000], 206, Content_Range=f"bytes 1000-{len(FILE) - 1}/{len(FILE)}")
+    else:
+        send(handler, FILE[:1000], length=len(FILE))
+
+
 HTML = b"<!DOCTYPE html><html><body>rate limit</body></html>"
 FAULTS = {
     "truncated": (lambda handler: send(handler, FILE[: len(FILE) // 2], length=len(FILE)), "broke off or stalled"),
@@ -452,8 +460,12 @@ FAULTS = {
     "web page": (lambda handler: send(handler, HTML, content_type="text/html"), "text/html"),
     "wrong bytes": (lambda handler: send(handler, FILE[::-1]), "git blob id"),
     "empty": (lambda handler: send(handler, b""), "0 bytes"),
+    "drops every connection": (lambda handler: send_and_drop(handler, FILE, after=1000, ranges=False), "broke off"),
+    "gives a byte at a time": (lambda handler: send_and_drop(handler, FILE, after=1), "broke off"),
+    "another part than asked for": (wrong_part, "broke off|git blob id"),
     "closed at once": (lambda handler: handler.connection.close(), "offline"),
     "too long": (lambda handler: send(handler, FILE * 4), "longer than"),
+    "redirected to a file": (lambda handler: send(handler, b"", 302, Location="file:///etc/passwd"), "No connection"),
     "redirected for ever": (lambda handler: send(handler, b"", 302, Location="/again"), "redirects"),
 }
 
@@ -474,6 +486,25 @@ def test_failed_download_is_one_clear_error_and_leaves_no_file_and_a_second_try_
         server.answer = lambda handler: send(handler, FILE)
         download(url, destination, git_blob_id(FILE))
     assert destination.read_bytes() == FILE
+
+
+@pytest.mark.parametrize("after", [len(FILE) // 3, len(FILE) - 1])
+def test_download_that_drops_is_taken_up_where_it_broke(after, destination):
+    with Server(lambda handler: send_and_drop(handler, FILE, after)) as server:
+        download(f"{server.url}/weights.pt", destination, git_blob_id(FILE))
+        assert len(server.requests) == -(-len(FILE) // after)
+    assert destination.read_bytes() == FILE
+    assert list(destination.parent.iterdir()) == [destination]
+
+
+def test_redirect_to_another_host_that_serves_other_bytes_is_refused(destination):
+    with (
+        Server(lambda handler: send(handler, HTML, content_type="text/html")) as other,
+        Server(lambda handler: send(handler, b"", 302, Location=f"{other.url}/login")) as server,
+        pytest.raises(DownloadError, match="text/html"),
+    ):
+        download(f"{server.url}/weights.pt", destination, git_blob_id(FILE))
+    assert list(destination.parent.iterdir()) == []
 
 
 def test_failed_download_leaves_an_older_file_as_it_was(destination):
@@ -706,6 +737,21 @@ def test_hub_checkpoint_in_the_cache_serves_offline(hub, model, files, monkeypat
     count = len(hub.server.requests)
     assert load_checkpoint("user/repo").config == model.config
     assert len(hub.server.requests) == count
+
+
+def test_hub_checkpoint_in_the_cache_serves_where_the_hub_cannot_be_reached(hub, model, files, monkeypatch):
+    hub.commit("user/repo", files)
+    load_checkpoint("user/repo")
+    with Server(lambda handler: None) as gone:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", gone.url)
+    assert load_checkpoint("user/repo").config == model.config
+
+
+def test_hub_file_whose_name_leads_out_of_the_cache_is_not_fetched(hub, model, files, tmp_path):
+    hub.commit("user/repo", {**files, "../../../config.json": b"{}", "/config.json": b"{}"})
+    assert load_checkpoint("user/repo").config == model.config
+    assert not any(".." in path or "//" in path for _, path in hub.server.requests)
+    assert [path.name for path in tmp_path.iterdir()] == ["hub-cache"]
 
 
 @pytest.mark.parametrize("name", ["user/absent", "user/repo@absent"])

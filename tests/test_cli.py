@@ -1,5 +1,8 @@
 import csv
 import io
+import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +11,8 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from fewshot_mahalanobis import SimpleCNAPS
-from fewshot_mahalanobis.checkpoints import save_checkpoint
+from fewshot_mahalanobis import SimpleCNAPS, available_checkpoints
+from fewshot_mahalanobis.checkpoints import DownloadError, save_checkpoint
 from fewshot_mahalanobis.cli import app
 
 
@@ -44,6 +47,9 @@ def test_every_command_has_help():
     for command in ("demo", "fit", "predict", "pretrain", "meta-train", "evaluate", "checkpoints"):
         assert command in listed
         assert "Usage" in run(command, "--help")
+    for command in (("demo",), ("fit",), ("predict",), *(("checkpoints", c) for c in ("list", "show", "download"))):
+        assert f"fewshot-mahalanobis {' '.join(command)}" in run(*command, "--help")  # an example
+    assert "Exit status" in listed
 
 
 def test_fit_then_predict_labels_a_folder(checkpoint, photos, tmp_path):
@@ -61,6 +67,129 @@ def test_fit_then_predict_labels_a_folder(checkpoint, photos, tmp_path):
     assert [row["label"] for row in rows] == ["red", "red", "red", "blue"]
 
 
+@pytest.fixture(scope="module")
+def model(checkpoint, photos, tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("model") / "colours.safetensors"
+    run("fit", photos, "-o", file, "--checkpoint", checkpoint, "--device", "cpu")
+    return file
+
+
+def table_of(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_fitting_a_csv_of_paths_and_labels_is_fitting_the_folder(checkpoint, photos, model, tmp_path):
+    """Paths are relative to the CSV, columns in any order, with the byte order mark that spreadsheets write."""
+    lines = [f"{path.parent.name},{path.relative_to(photos)},x" for path in sorted(photos.glob("*/*.png"))]
+    (photos / "labels.csv").write_text("\n".join(["label,path,note", *lines]), encoding="utf-8-sig")
+    try:
+        run("fit", photos / "labels.csv", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+    finally:
+        (photos / "labels.csv").unlink()
+    assert run("predict", tmp_path / "m", photos, "--proba") == run("predict", model, photos, "--proba")
+
+
+def test_what_predict_writes_is_a_table_that_fit_reads(checkpoint, photos, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(photos)
+    Path("labels.csv").write_text(run("predict", model, "red", "blue"))
+    try:
+        said = run("fit", "labels.csv", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+    finally:
+        Path("labels.csv").unlink()
+    assert "2 classes (blue 3, red 3)" in said
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("file,label\na.png,cat", "no column 'path'"),
+        ("path,label\na.png,cat\nb.png,", "line 3 of .* lacks a path or a label"),
+        ("path,label", "lists no image"),
+    ],
+)
+def test_a_csv_that_is_not_paths_and_labels_is_refused(lines, message, tmp_path):
+    (tmp_path / "labels.csv").write_text(lines)
+    said = run("fit", tmp_path / "labels.csv", "-o", tmp_path / "m", status=1)
+    assert re.search(message, said)
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_best_labels_come_in_order_in_csv_and_json(photos, model):
+    (row,) = table_of(run("predict", model, photos / "red" / "0.png", "--top-k", 2, "--proba"))
+    everything = {name: float(row[name]) for name in ("blue", "green", "red")}
+    ranked = sorted(everything, key=everything.get, reverse=True)
+    assert [row["label"], row["label_1"], row["label_2"]] == [ranked[0], ranked[0], ranked[1]]
+    assert float(row["probability_2"]) == everything[ranked[1]]
+    assert "label_3" not in row
+
+    (entry,) = json.loads(run("predict", model, photos / "red" / "0.png", "--json", "--top-k", 2, "--proba"))
+    assert entry["path"] == row["path"]
+    assert entry["label"] == row["label"]
+    assert [best["label"] for best in entry["top"]] == ranked[:2]
+    assert sum(entry["probabilities"].values()) == pytest.approx(1)
+    assert entry["probabilities"]["blue"] == pytest.approx(everything["blue"], abs=1e-6)
+    (entry,) = json.loads(run("predict", model, photos / "red" / "0.png", "--json"))
+    assert set(entry) == {"path", "label"}
+
+
+def test_more_labels_than_there_are_classes_are_refused(photos, model):
+    assert "--top-k 4 is more than the 3 classes" in run("predict", model, photos, "--top-k", 4, status=1)
+
+
+def test_answers_do_not_depend_on_the_chunks(photos, model, monkeypatch):
+    whole = run("predict", model, photos)
+    monkeypatch.setattr("fewshot_mahalanobis.cli._CHUNK", 2)
+    assert run("predict", model, photos) == whole
+
+
+@pytest.fixture
+def spoilt(photos, tmp_path) -> Path:
+    """The photos with an empty file, and a text, among the red ones."""
+    shutil.copytree(photos, tmp_path / "spoilt")
+    (tmp_path / "spoilt" / "red" / "empty.png").touch()
+    (tmp_path / "spoilt" / "red" / "text.jpg").write_text("hello")
+    return tmp_path / "spoilt"
+
+
+def test_unreadable_images_stop_a_command_which_lists_them_all_and_writes_nothing(spoilt, checkpoint, model, tmp_path):
+    for arguments in (
+        ("fit", spoilt, "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu"),
+        ("predict", model, spoilt),
+    ):
+        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        for name in ("empty.png", "text.jpg"):
+            assert f"{spoilt / 'red' / name}: " in result.stderr
+        assert "error: 2 of 11 images cannot be read" in result.stderr
+        assert "--skip-errors" in result.stderr
+    assert not (tmp_path / "m").exists()
+
+
+def test_unreadable_images_are_skipped_on_request_and_listed_with_status_3(spoilt, checkpoint, model, photos, tmp_path):
+    clean = run("predict", model, photos)
+    result = CliRunner().invoke(app, ["predict", str(model), str(spoilt), "--skip-errors"])
+    assert result.exit_code == 3
+    assert result.stdout.replace(str(spoilt), str(photos)) == clean
+    listed = result.stderr.splitlines()
+    assert [line.split(": ")[0] for line in listed[:2]] == [str(spoilt / "red" / n) for n in ("empty.png", "text.jpg")]
+    assert listed[2] == "skipped 2 of 11 images, which cannot be read"
+
+    settings = ["--checkpoint", str(checkpoint), "--device", "cpu", "--skip-errors"]
+    result = CliRunner().invoke(app, ["fit", str(spoilt), "-o", str(tmp_path / "m"), *settings])
+    assert result.exit_code == 3
+    assert "3 classes (blue 3, green 3, red 3)" in result.stdout
+    assert run("predict", tmp_path / "m", photos, "--proba") == run("predict", model, photos, "--proba")
+
+
+def test_a_class_or_a_command_left_without_images_is_an_error(spoilt, model, tmp_path):
+    for image in (spoilt / "red").glob("?.png"):
+        image.unlink()
+    said = run("fit", spoilt, "-o", tmp_path / "m", "--skip-errors", status=1)
+    assert "no image of class 'red' can be read" in said
+    assert "2 of 2 images cannot be read" in run("predict", model, spoilt / "red", "--skip-errors", status=1)
+
+
 def test_what_the_user_gave_wrongly_is_one_line_and_status_1(checkpoint, photos, tmp_path):
     said = run("fit", tmp_path / "nowhere", "-o", tmp_path / "m", status=1)
     assert said.startswith("error: no folder")
@@ -73,10 +202,31 @@ def test_what_the_user_gave_wrongly_is_one_line_and_status_1(checkpoint, photos,
 
 
 def test_checkpoints_lists_the_table():
-    listed = run("checkpoints")
+    listed = run("checkpoints", "list")
     assert "default" in listed
     assert "simple-cnaps-meta-dataset" in listed
     assert "MIT" in listed
+    assert run("checkpoints") == listed
+
+
+def test_a_checkpoint_is_shown_with_its_accuracies():
+    record = available_checkpoints()["simple-cnaps-meta-dataset"]
+    shown = run("checkpoints", "show", record.name)
+    for fact in (record.url, record.licence, record.trained_on, "79 MB", "VGG Flower", "90.7 ± 0.5"):
+        assert fact in shown
+    assert "in the package" in run("checkpoints", "show", "default")
+    assert "no checkpoint is named 'defualt'" in run("checkpoints", "show", "defualt", status=1)
+
+
+def test_downloading_says_when_a_checkpoint_is_there_and_why_when_not(checkpoint, monkeypatch):
+    assert "default is here" in run("checkpoints", "download", "default")
+
+    def offline(name: str) -> None:
+        raise DownloadError(f"could not download {name}")
+
+    monkeypatch.setattr("fewshot_mahalanobis.checkpoints.load_checkpoint", offline)
+    said = run("checkpoints", "download", "simple-cnaps-meta-dataset", status=1)
+    assert said == "error: could not download simple-cnaps-meta-dataset\n"
 
 
 def test_evaluate_prints_a_table_with_intervals(checkpoint, photos, tmp_path):

@@ -151,3 +151,4 @@ def test_left_out_logits_are_those_of_the_head_fitted_to_the_others(
         expected[present] = head(features[rest], renumbered, features[i : i + 1])[0]
         torch.testing.assert_close(got[i], expected, rtol=1e-5, atol=1e-5)
     assert torch.isinf(got).sum() == 1  # class 0 has one example
+    torch.testing.assert_close(Head.leave_one_out_logits(head, features, labels), got, rtol=1e-5, atol=1e-5)

@@ -16,6 +16,8 @@ LOCAL_COPIES_VARIABLE = "FEWSHOT_MAHALANOBIS_CHECKPOINTS"
 
 #: Seconds to connect, and seconds without a byte before a stalled server is given up.
 TIMEOUT = (10.0, 30.0)
+#: Times that a transfer which breaks off, having got further than before, is taken up where it broke.
+_RESUMPTIONS = 10
 #: GitHub takes no git blob above 100 MiB, so a longer answer is not one of the published files.
 LARGEST_FILE = 100 * 2**20
 _CHUNK = 2**18
@@ -33,7 +35,8 @@ def blob_id(path: Path) -> str:
 def download(url: str, destination: Path, expected_blob_id: str) -> None:
     """Download one file, verified before it gets its name.
 
-    The caller holds a lock on ``destination``, so that its temporary name belongs to one download.
+    A transfer that breaks off is taken up where it broke, if the server can do that. The caller holds a lock on
+    ``destination``, so that its temporary name belongs to one download.
 
     Parameters
     ----------
@@ -69,31 +72,37 @@ def download(url: str, destination: Path, expected_blob_id: str) -> None:
 
 def _stream(url: str, temporary: Path, destination: Path) -> str:
     """Write the body of ``url`` to ``temporary``; return its content type."""
-    problem = "no connection: is this machine offline?"
-    try:
-        # Without compression, so that the bytes counted are those of the file.
-        headers = {"Accept-Encoding": "identity"}
-        with requests.get(url, stream=True, timeout=TIMEOUT, headers=headers) as response:
-            problem = "the server refused"
-            response.raise_for_status()
-            problem = "the transfer broke off or stalled"
-            length = response.headers.get("Content-Length", "")
-            total = int(length) if length.isdecimal() else None
-            received = 0
-            with (
-                temporary.open("wb") as file,
-                # disable=None: a bar on a terminal, silence in logs.
-                tqdm(desc=destination.name, total=total, unit="B", unit_scale=True, disable=None) as bar,
-            ):
-                for chunk in response.iter_content(_CHUNK):
-                    received += len(chunk)
-                    if received > LARGEST_FILE:
-                        raise _failure(url, destination, f"the answer is longer than {LARGEST_FILE} bytes")
-                    file.write(chunk)
-                    bar.update(len(chunk))
-            return response.headers.get("Content-Type", "no content type")
-    except requests.RequestException as error:
-        raise _failure(url, destination, f"{problem} ({error})") from error
+    attempts = 0
+    with (
+        temporary.open("wb") as file,
+        # disable=None: a bar on a terminal, silence in logs.
+        tqdm(desc=destination.name, unit="B", unit_scale=True, disable=None) as bar,
+    ):
+        while True:
+            attempts, before = attempts + 1, file.tell()
+            # Without compression, so that the bytes counted are those of the file.
+            headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={before}-"} if before else {})
+            problem = "no connection: is this machine offline?"
+            try:
+                with requests.get(url, stream=True, timeout=TIMEOUT, headers=headers) as response:
+                    problem = "the server refused"
+                    response.raise_for_status()
+                    problem = "the transfer broke off or stalled"
+                    if not response.headers.get("Content-Range", "").startswith(f"bytes {before}-"):
+                        file.seek(0)  # this is the whole file, whatever was asked for
+                        file.truncate()
+                    length = response.headers.get("Content-Length", "")
+                    known = length.isdecimal() and len(length) < 19
+                    bar.n, bar.total = file.tell(), file.tell() + int(length) if known else None
+                    for chunk in response.iter_content(_CHUNK):
+                        file.write(chunk)
+                        bar.update(len(chunk))
+                        if file.tell() > LARGEST_FILE:
+                            raise _failure(url, destination, f"the answer is longer than {LARGEST_FILE} bytes")
+                    return response.headers.get("Content-Type", "no content type")
+            except requests.RequestException as error:
+                if attempts > _RESUMPTIONS or file.tell() <= before:
+                    raise _failure(url, destination, f"{problem} ({error})") from error
 
 
 def _failure(url: str, destination: Path, reason: str) -> DownloadError:

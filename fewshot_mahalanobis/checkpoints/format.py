@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,7 +90,7 @@ def save_checkpoint(
     dtype = torch.float32 if dtype is None else dtype
     if dtype not in _STORAGE.values():
         raise ValueError(f"dtype must be one of {sorted(map(str, _STORAGE.values()))}, not {dtype}")
-    settings = _checked_settings(model.config, "model.config")
+    settings = checked_settings(model.config, "model.config")
     tensors = {name: _to_storage(name, tensor, dtype) for name, tensor in model.state_dict().items()}
     config = json.dumps({"format_version": FORMAT_VERSION, **settings}, indent=2, allow_nan=False) + "\n"
     if card is None and not (folder / CARD).exists():
@@ -146,8 +146,10 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> SimpleCNAPS:
             model = SimpleCNAPS(**settings)
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error
-    weights = _read_tensors(folder / WEIGHTS, model.state_dict())
-    model.load_state_dict(weights, assign=True)
+    expected = model.state_dict()
+    tensors = read_tensors(folder / WEIGHTS, expected)
+    check_finite(folder / WEIGHTS, tensors)
+    model.load_state_dict({name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()}, assign=True)
     return model.eval()
 
 
@@ -174,15 +176,15 @@ def _read_settings(path: Path) -> dict[str, Any]:
             f"{path}: 'format_version' is {version} and this version of fewshot_mahalanobis reads up to "
             f"{FORMAT_VERSION}: upgrade fewshot_mahalanobis"
         )
-    return _checked_settings(config, str(path))
+    return checked_settings(config, str(path))
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """``config`` if it has every argument of ``SimpleCNAPS``, each of its type, and nothing else."""
+def checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """``config`` if it has every argument of ``SimpleCNAPS``, each of its type, no more; or CheckpointError."""
     fields = list(inspect.signature(SimpleCNAPS).parameters)
     hints = get_type_hints(SimpleCNAPS.__init__)
     unknown = sorted(config.keys() - set(fields))
@@ -193,7 +195,7 @@ def _checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
             raise CheckpointError(f"{source}: the field {name!r} is missing")
         value, wanted = config[name], hints[name]
         # bool is a subclass of int, and JSON writes 1.0 as 1 in other people's tools.
-        number = wanted is float and type(value) in (int, float) and math.isfinite(value)
+        number = wanted is float and type(value) in (int, float) and abs(value) <= sys.float_info.max
         if not number and (type(value) is not wanted or wanted is float):
             raise CheckpointError(f"{source}: the field {name!r} must be of type {wanted.__name__}, not {value!r}")
     return {name: config[name] for name in fields}
@@ -211,9 +213,13 @@ def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return stored.contiguous()
 
 
-def _read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file, exactly those ``expected``, floating ones as float32."""
-    remedy = "Save or download the checkpoint again"
+def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file: exactly those ``expected``, of these shapes, in a type that fits.
+
+    Floating ones come as they are stored, in float32, float16 or bfloat16. CheckpointError on anything else; what the
+    file claims is compared before any tensor is read.
+    """
+    remedy = "Save or download it again"
     try:
         # The library holds the header's sizes against the file's before it allocates anything.
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -221,8 +227,8 @@ def _read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tenso
             for kind, names in (("missing", expected.keys() - found), ("unexpected", found - expected.keys())):
                 if names:
                     raise CheckpointError(
-                        f"{path}: {len(names)} tensors are {kind} for the settings in {CONFIG}, {min(names)!r} first. "
-                        f"Either file may belong to another checkpoint. {remedy}"
+                        f"{path}: {len(names)} tensors are {kind} for the settings that come with them, {min(names)!r} "
+                        f"first. Either may belong to another checkpoint. {remedy}"
                     )
             for name, tensor in expected.items():
                 entry = file.get_slice(name)
@@ -233,11 +239,14 @@ def _read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tenso
                     )
                 if stored not in (_STORAGE if tensor.is_floating_point() else (_INTEGER,)):
                     raise CheckpointError(f"{path}: tensor {name!r} has type {stored}, which does not fit. {remedy}")
-            # Copies: the library's tensors may be views of the file, which can change under them.
-            weights = {name: file.get_tensor(name).to(tensor.dtype, copy=True) for name, tensor in expected.items()}
+            # Copies: the library's tensors may be views of the file, which can change or vanish under them.
+            return {name: file.get_tensor(name).clone() for name in expected}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a whole safetensors file: {error}. {remedy}") from error
-    for name, tensor in weights.items():
+
+
+def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if a tensor from ``path`` has NaN or infinite entries."""
+    for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{path}: tensor {name!r} has NaN or infinite entries. {remedy}")
-    return weights
+            raise CheckpointError(f"{path}: tensor {name!r} has NaN or infinite entries. Save or download it again")

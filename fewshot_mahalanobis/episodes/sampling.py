@@ -1,15 +1,19 @@
 """Episodes: which images of a source are support and which are query.
 
-An episode is a pure function of (seed, index): the same on any worker, in any order.
+An episode is a pure function of (data set, split, seed, index): the same on any worker, in any order. The first
+two are the source's name.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fewshot_mahalanobis.episodes.sources import ImageSource
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,39 @@ class Episode:
         return int(self.support_labels.max()) + 1
 
 
-def episode_rng(*parts: int) -> np.random.Generator:
-    """The generator of the episode that ``parts`` (seed, source, index) name."""
-    return np.random.default_rng(np.random.SeedSequence(parts))
+def episode_rng(*parts: int | str) -> np.random.Generator:
+    """The generator of the episode that ``parts`` (source, seed, index) name."""
+    # Not hash(): it differs from process to process.
+    words = [int.from_bytes(hashlib.sha256(p.encode()).digest(), "big") if isinstance(p, str) else p for p in parts]
+    return np.random.default_rng(np.random.SeedSequence(words))
+
+
+class FixedEpisodes:
+    """Plain N-way K-shot episodes of one source: index -> :class:`Episode`.
+
+    Parameters
+    ----------
+    source : ImageSource
+    way, shot, queries : int
+        Classes an episode, support and query images a class; see :func:`draw_episode`.
+    seed : int
+
+    Raises
+    ------
+    ValueError
+        From :meth:`draw`: too few classes have ``shot + 1`` images.
+    """
+
+    def __init__(self, source: ImageSource, way: int, shot: int, queries: int = 10, *, seed: int = 0) -> None:
+        self.source_name = source.name
+        self.seed = seed
+        self._classes = source.indices_of_class()
+        self._shots = [shot] * way
+        self._queries = queries
+
+    def draw(self, index: int) -> Episode:
+        """Episode ``index``."""
+        return draw_episode(self._classes, self._shots, self._queries, episode_rng(self.source_name, self.seed, index))
 
 
 def draw_episode(
@@ -65,9 +99,20 @@ def draw_episode(
             f"a {len(shots)}-way {max(shots)}-shot episode needs {len(shots)} classes of at least {max(shots) + 1} "
             f"images; this source has {len(large)}"
         )
+    chosen = rng.choice(large, len(shots), replace=False)
+    return draw_images([classes[k] for k in chosen], shots, queries, rng)
+
+
+def draw_images(
+    classes: Sequence[NDArray[np.int64]],
+    shots: Sequence[int] | NDArray[np.int64],
+    queries: int,
+    rng: np.random.Generator,
+) -> Episode:
+    """Draw ``shots[k]`` support and up to ``queries`` query images of each class ``k``, without replacement."""
     support, query = [], []
-    for way, shot in zip(rng.choice(large, len(shots), replace=False), shots, strict=True):
-        drawn = rng.permutation(classes[way])
+    for images, shot in zip(classes, shots, strict=True):
+        drawn = rng.permutation(images)
         support.append(drawn[:shot])
         query.append(drawn[shot : shot + queries])
     return Episode(

@@ -1,55 +1,59 @@
-"""Image sources: folders or zips of class folders, decoded once into memory.
+"""Image sources: folders or zips of class folders, in memory or decoded when they are asked for.
 
 A source is any of
 
 - a folder ``ROOT/<class>/<image>``;
 - a folder ``ROOT/<split>/<class>/<image>``, with ``split`` named;
-- a zip of either layout.
+- a zip of either layout;
+- a data set that :mod:`fewshot_mahalanobis.episodes.datasets` knows by name.
 
 Every image is resized to one square size, as Meta-Dataset does (Triantafillou et al., ICLR 2020), so a
-source is one uint8 array: 21 kB an image at 84 x 84.
+source in memory is one uint8 array: 21 kB an image at 84 x 84.
 """
 
 from __future__ import annotations
 
-import io
 import re
 import zipfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
-from fewshot_mahalanobis.images import to_network_range, to_square_array
+from fewshot_mahalanobis.episodes.hierarchy import Hierarchy
+from fewshot_mahalanobis.episodes.lazy import ImageFiles, LazyImages, Reader, ZipMembers
+from fewshot_mahalanobis.images import to_network_range
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Every image of one source, decoded.
+    """Every image of one source. What uses a source asks for no more than this.
 
     Attributes
     ----------
     name : str
-    images : uint8 array of shape (n, size, size, 3)
+        ``<data set>`` or ``<data set>/<split>``; with the seed and the index it determines an episode.
+    images : uint8 array of shape (n, size, size, 3), or LazyImages
+        Both have a length, a ``shape``, and give a uint8 array when they are indexed by an int, a slice
+        or an int array.
     labels : int64 array of shape (n,)
         Index into ``class_names``; images of one class are consecutive.
     class_names : tuple of str
         Sorted.
+    hierarchy : Hierarchy, optional
+        Which classes Meta-Dataset's episodes draw together.
     """
 
     name: str
-    images: NDArray[np.uint8]
+    images: NDArray[np.uint8] | LazyImages
     labels: NDArray[np.int64]
     class_names: tuple[str, ...]
+    hierarchy: Hierarchy | None = None
 
     def network_input(self, indices: NDArray[np.int64]) -> Tensor:
         """Images by their indices (n,) as the network reads them: float32 (n, 3, size, size) in [-1, 1]."""
@@ -60,9 +64,17 @@ class ImageSource:
         order = np.argsort(self.labels, kind="stable")
         return np.split(order, np.cumsum(np.bincount(self.labels, minlength=len(self.class_names)))[:-1])
 
+    def in_memory(self) -> ImageSource:
+        """The same source with every image decoded: size^2 x 3 bytes each."""
+        return replace(self, images=self.images[:])
 
-def load_source(path: str | Path, *, split: str | None = None, size: int = 84, workers: int = 2) -> ImageSource:
-    """Decode a folder or zip of class folders.
+
+def load_source(
+    path: str | Path, *, split: str | None = None, size: int = 84, workers: int = 2, lazy: bool = False
+) -> ImageSource:
+    """Open a folder or zip of class folders.
+
+    One that is called ``omniglot`` and has classes ``<alphabet>.<character>`` gets their hierarchy.
 
     Parameters
     ----------
@@ -75,6 +87,8 @@ def load_source(path: str | Path, *, split: str | None = None, size: int = 84, w
         Side of the square that every image is resized to, in pixels.
     workers : int
         Decoding threads.
+    lazy : bool
+        Decode images when they are asked for, not now.
 
     Raises
     ------
@@ -84,47 +98,51 @@ def load_source(path: str | Path, *, split: str | None = None, size: int = 84, w
         There is no class folder, fewer than two classes, or an image that cannot be read.
     """
     path, split = split_from_path(path, split)
-    members = _zip_members(path) if path.is_file() else _folder_members(path)
-    by_class: dict[str, list[tuple[str, Callable[[], bytes]]]] = {}
-    splits: set[str] = set()
-    for parts, read in members:
-        folders = parts[:-1]
-        if len(folders) >= 2:
-            splits.add(folders[-2])
-        if split is not None and (len(folders) < 2 or folders[-2] != split):
-            continue
-        if folders:
-            by_class.setdefault(folders[-1], []).append(("/".join(parts), read))
-    if split is None and len(splits) > 1:
-        raise ValueError(f"{path} has the splits {sorted(splits)}; name one, as in '{path}:{sorted(splits)[0]}'")
+    by_split = class_folders(path)
+    if split is None and len(by_split.keys() - {None}) > 1:
+        known = sorted(filter(None, by_split))
+        raise ValueError(f"{path} has the splits {known}; name one, as in '{path}:{known[0]}'")
+    chosen = [split] if split is not None else list(by_split)
+    by_class: dict[str, list[str]] = {}
+    for key in chosen:
+        for name, members in by_split.get(key, {}).items():
+            by_class.setdefault(name, []).extend(members)
     if len(by_class) < 2:
         where = f"split {split!r} of {path}" if split is not None else str(path)
-        known = f"; its splits are {sorted(splits)}" if splits else ""
+        known = sorted(filter(None, by_split))
         raise ValueError(
             f"{where} has {len(by_class)} class folders with images; at least 2 are needed "
-            f"(expected [<split>/]<class>/<image>{known})"
+            f"(expected [<split>/]<class>/<image>{f'; its splits are {known}' if known else ''})"
         )
     names = tuple(sorted(by_class, key=_natural))
-    items = [
-        (label, item)
-        for label, name in enumerate(names)
-        for item in sorted(by_class[name], key=lambda i: _natural(i[0]))
-    ]
+    members = [member for name in names for member in sorted(by_class[name], key=_natural)]
+    reader: Reader = ZipMembers(path, members) if path.is_file() else ImageFiles.of(path, members)
+    of_alphabets = path.stem == "omniglot" and all("." in name for name in names)
+    source = ImageSource(
+        path.stem + (f"/{split}" if split else ""),
+        LazyImages(reader, size, workers),
+        np.repeat(np.arange(len(names)), [len(by_class[name]) for name in names]),
+        names,
+        Hierarchy.alphabets(names) if of_alphabets else None,
+    )
+    return source if lazy else source.in_memory()
 
-    def decode(entry: tuple[int, tuple[str, Callable[[], bytes]]]) -> NDArray[np.uint8]:
-        member, read = entry[1]
-        try:
-            with Image.open(io.BytesIO(read())) as image:
-                return to_square_array(image, size)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise ValueError(f"cannot read image {member!r} of {path}: {error}") from error
 
-    images = np.empty((len(items), size, size, 3), dtype=np.uint8)
-    with ThreadPoolExecutor(workers) as pool:
-        for index, array in enumerate(pool.map(decode, items)):
-            images[index] = array
-    labels = np.fromiter((label for label, _ in items), dtype=np.int64, count=len(items))
-    return ImageSource(path.stem + (f"/{split}" if split else ""), images, labels, names)
+def class_folders(path: Path) -> dict[str | None, dict[str, list[str]]]:
+    """The image members of a folder or zip: split (None where there is none) -> class -> paths below ``path``.
+
+    Raises
+    ------
+    ValueError
+        ``path`` is a file but no zip.
+    """
+    found: dict[str | None, dict[str, list[str]]] = {}
+    for member in _zip_members(path) if path.is_file() else _folder_members(path):
+        folders = [part for part in member.split("/")[:-1] if part]
+        if folders:
+            split = folders[-2] if len(folders) > 1 else None
+            found.setdefault(split, {}).setdefault(folders[-1], []).append(member)
+    return found
 
 
 def image_files(root: str | Path) -> tuple[list[Path], list[str]]:
@@ -167,7 +185,7 @@ def images_below(path: str | Path, *, empty: bool = False) -> list[Path]:
     files = [
         file
         for file in sorted(path.rglob("*"), key=lambda f: _natural(str(f)))
-        if _is_image(file.name) and file.is_file()
+        if is_image(file.name) and file.is_file()
     ]
     if not files and not empty:
         raise ValueError(f"folder {str(path)!r} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
@@ -190,20 +208,19 @@ def _natural(text: str) -> tuple[tuple[bool, int, str], ...]:
     return tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text))
 
 
-def _is_image(name: str) -> bool:
+def is_image(name: str) -> bool:
+    """Whether a file's name is that of an image."""
     return Path(name).suffix.lower() in IMAGE_SUFFIXES and not Path(name).name.startswith("._")
 
 
-def _folder_members(root: Path) -> Iterator[tuple[tuple[str, ...], Callable[[], bytes]]]:
-    for file in images_below(root, empty=True):
-        yield file.relative_to(root).parts, file.read_bytes
+def _folder_members(root: Path) -> list[str]:
+    return [file.relative_to(root).as_posix() for file in images_below(root, empty=True)]
 
 
-def _zip_members(path: Path) -> Iterator[tuple[tuple[str, ...], Callable[[], bytes]]]:
+def _zip_members(path: Path) -> list[str]:
     try:
-        archive = zipfile.ZipFile(path)
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is neither a folder nor a zip: {error}") from error
-    for name in sorted(archive.namelist()):
-        if _is_image(name) and not name.startswith("__MACOSX/"):
-            yield tuple(name.strip("/").split("/")), partial(archive.read, name)
+    return [name for name in sorted(names) if is_image(name) and not name.startswith("__MACOSX/")]

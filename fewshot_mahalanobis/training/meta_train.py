@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from fewshot_mahalanobis.episodes.sampling import draw_episode, draw_training_shots, episode_rng
 from fewshot_mahalanobis.episodes.sources import ImageSource, load_source
 from fewshot_mahalanobis.evaluation import evaluate_source
+from fewshot_mahalanobis.networks.generators import LayerGenerator
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training.run import RunFolder, autocast, choose_device, image_size_at
 
@@ -161,8 +162,8 @@ def scale_features_(model: SimpleCNAPS, factor: float) -> None:
             cast(Tensor, bn.bias).mul_(factor)
         second.conv1.weight.div_(factor)
         if model.film_generator is not None:  # beta is added to what has been scaled
-            for scales in model.film_generator.layers[-1].scales:
-                scales["beta2"].mul_(factor)
+            for scales in cast(LayerGenerator, model.film_generator.layers[-1]).scales:
+                cast(nn.ParameterDict, scales)["beta2"].mul_(factor)
 
 
 def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:

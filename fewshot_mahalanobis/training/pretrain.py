@@ -64,7 +64,7 @@ class TrainingBatches(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, sources: Sequence[ImageSource], recipe: PretrainRecipe) -> None:
         self.recipe = recipe
-        self.images = [torch.from_numpy(source.images) for source in sources]
+        self.images = [source.images for source in sources]
         self.class_names = sorted({name for source in sources for name in source.class_names})
         # Classes of one name are one class: ImageNet subsets share WordNet ids.
         index = {name: i for i, name in enumerate(self.class_names)}
@@ -88,7 +88,8 @@ class TrainingBatches(Dataset[tuple[Tensor, Tensor]]):
             self._permutation = (epoch, torch.randperm(len(self.labels), generator=generator))
         chosen = self._permutation[1][position * recipe.batch_size :][: recipe.batch_size]
         source = np.searchsorted(self.offsets, chosen.numpy(), side="right") - 1
-        raw = [self.images[s][i - int(self.offsets[s])] for s, i in zip(source.tolist(), chosen.tolist(), strict=True)]
+        where = zip(source.tolist(), chosen.tolist(), strict=True)
+        raw = [torch.from_numpy(self.images[s][i - int(self.offsets[s])]) for s, i in where]
         generator = torch.Generator().manual_seed(_seed(recipe.seed, 1, step))
         crops = random_resized_crops(
             torch.stack(raw), image_size_at(step / len(self), recipe.phases), recipe.min_crop_area, generator

@@ -1,0 +1,244 @@
+"""Images that are decoded when they are asked for: what a source too large for memory holds.
+
+A reader knows how to open image ``i`` of a list; :class:`LazyImages` makes of it what looks like one uint8
+array. Readers hold no open file when they are pickled, and opened again in every process that uses them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from fewshot_mahalanobis.images import check_header, to_square_array
+
+
+class Reader(Protocol):
+    """Index -> PIL image."""
+
+    def __len__(self) -> int:
+        """Number of images."""
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``."""
+
+    def describe(self, index: int) -> str:
+        """How a message names image ``index``."""
+
+
+class LazyImages:
+    """Images of a reader, resized to squares, behind the interface of a uint8 array (n, size, size, 3).
+
+    Nothing is kept: every access decodes. ``images[indices]`` takes an int, a slice, or an array of ints or bools.
+
+    Parameters
+    ----------
+    reader : Reader
+    size : int
+        Side of the squares, in pixels.
+    workers : int
+        Threads that decode when several images are asked for at once.
+    """
+
+    def __init__(self, reader: Reader, size: int, workers: int = 1) -> None:
+        self.reader = reader
+        self.size = size
+        self.workers = workers
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(n, size, size, 3)."""
+        return len(self), self.size, self.size, 3
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        """Decoded images.
+
+        Raises
+        ------
+        ValueError
+            An image cannot be read; the message names it.
+        """
+        if isinstance(index, int | np.integer):
+            return self._decode(int(index))
+        if isinstance(index, slice):
+            wanted: Sequence[int] = range(*index.indices(len(self)))
+        else:
+            index = np.asarray(index)
+            wanted = (np.flatnonzero(index) if index.dtype == bool else index).tolist()
+        decoded = np.empty((len(wanted), self.size, self.size, 3), np.uint8)
+        if self.workers < 2 or len(wanted) < 2:
+            for place, image in enumerate(wanted):
+                decoded[place] = self._decode(image)
+            return decoded
+        with ThreadPoolExecutor(self.workers) as pool:
+            for place, array in enumerate(pool.map(self._decode, wanted)):
+                decoded[place] = array
+        return decoded
+
+    def _decode(self, index: int) -> NDArray[np.uint8]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        index %= len(self)
+        try:
+            return to_square_array(self.reader(index), self.size)
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow's decoders and zipfile raise a dozen unrelated types on damaged data
+            raise ValueError(f"cannot read image {self.reader.describe(index)}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Files below one folder, optionally a box of each and in negative.
+
+    Attributes
+    ----------
+    root : Path
+    names : bytes array of shape (n,)
+        Paths relative to ``root``. One array, because a million path objects would be copied into every
+        worker process.
+    boxes : int32 array of shape (n, 4), optional
+        Left, top, right and bottom of what to cut out, in pixels.
+    negative : bool
+        Swap black and white.
+    """
+
+    root: Path
+    names: NDArray[np.bytes_]
+    boxes: NDArray[np.int32] | None = None
+    negative: bool = False
+
+    @classmethod
+    def of(
+        cls, root: Path, names: Sequence[str], boxes: Sequence[Sequence[int]] | None = None, negative: bool = False
+    ) -> ImageFiles:
+        """From lists."""
+        return cls(
+            root,
+            np.array([os.fsencode(name) for name in names], dtype=np.bytes_),
+            None if boxes is None else np.array(boxes, np.int32).reshape(-1, 4),
+            negative,
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``, decoded."""
+        # The handle is ours because Pillow maps some files given by name, and a map hides a short file.
+        with (self.root / os.fsdecode(self.names[index])).open("rb") as file, Image.open(file) as image:
+            check_header(image)
+            image.load()
+            if self.boxes is not None:
+                image = image.crop(tuple(self.boxes[index].tolist()))
+            return ImageOps.invert(image.convert("RGB")) if self.negative else image
+
+    def describe(self, index: int) -> str:
+        """Where image ``index`` is, for messages."""
+        return f"{os.fsdecode(self.names[index])!r} of {self.root}"
+
+
+class ZipMembers:
+    """Members of one zip."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        self.path = path
+        self.names = np.array([name.encode() for name in names], dtype=np.bytes_)
+        self._opened: tuple[int, zipfile.ZipFile] | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``, decoded."""
+        if self._opened is None or self._opened[0] != os.getpid():  # a forked process shares the file's position
+            self._opened = os.getpid(), zipfile.ZipFile(self.path)
+        image = Image.open(io.BytesIO(self._opened[1].read(self.names[index].decode())))
+        check_header(image)
+        image.load()
+        return image
+
+    def describe(self, index: int) -> str:
+        """Where image ``index`` is, for messages."""
+        return f"{self.names[index].decode()!r} of {self.path}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Rows of an array that a file held, decoded or as encoded images.
+
+    Attributes
+    ----------
+    path : Path
+        Where they came from, for messages.
+    data : uint8 array of shape (n, h, w) or (n, h, w, 3), or list of uint8 arrays
+        The latter each hold the bytes of an image file.
+    rows : int64 array
+        The rows that are images of the source, in order.
+    """
+
+    path: Path
+    data: NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
+    rows: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``, decoded."""
+        row = self.data[self.rows[index]]
+        return Image.fromarray(row) if isinstance(self.data, np.ndarray) else Image.open(io.BytesIO(row.tobytes()))
+
+    def describe(self, index: int) -> str:
+        """Where image ``index`` is, for messages."""
+        return f"row {self.rows[index]} of {self.path}"
+
+
+class Bitmaps:
+    """Several ``.npy`` files of flattened square bitmaps (n_k, side^2), one after the other, mapped into memory."""
+
+    def __init__(self, paths: Sequence[Path], counts: Sequence[int]) -> None:
+        self.paths = tuple(paths)
+        self.ends = np.cumsum(counts)
+        self._mapped: dict[int, NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``, decoded."""
+        which, row = self._place(index)
+        if which not in self._mapped:
+            self._mapped[which] = np.load(self.paths[which], mmap_mode="r", allow_pickle=False)
+        bitmap = self._mapped[which][row]
+        if bitmap.dtype == bool:
+            bitmap = bitmap * np.uint8(255)
+        side = round(bitmap.size**0.5)
+        return Image.fromarray(np.ascontiguousarray(bitmap).reshape(side, side))
+
+    def describe(self, index: int) -> str:
+        """Where image ``index`` is, for messages."""
+        which, row = self._place(index)
+        return f"row {row} of {self.paths[which]}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        which = int(np.searchsorted(self.ends, index, side="right"))
+        return which, index - (int(self.ends[which - 1]) if which else 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": {}}

@@ -1,0 +1,534 @@
+"""Pictures of few-shot tasks, with matplotlib (``pip install "fewshot-mahalanobis[demo]"``).
+
+Every function returns the axes it drew on. Those that need one axes take ``ax``, those that need several take
+``figure``; left out, pyplot makes a new figure, which a notebook shows by itself.
+
+A picture of features has two dimensions and the features 512. The plane is that of their first two principal
+components, P (512, 2) with orthonormal columns, and a class Gaussian N(mu_k, Q_k) is drawn as its exact marginal on
+that plane, N(P^T mu_k, P^T Q_k P). Because P^T P = I, P^T Q_k P is equation 3 applied to the projected features.
+
+For a confusion matrix use scikit-learn's ``ConfusionMatrixDisplay.from_predictions``: it needs nothing from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.decomposition import PCA
+from torch import Tensor
+
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
+from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
+
+try:
+    import matplotlib as mpl
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Ellipse
+    from matplotlib.ticker import NullLocator
+except ImportError as error:
+    raise ImportError('pictures need matplotlib: pip install "fewshot-mahalanobis[demo]"') from error
+
+__all__ = [
+    "plot_accuracy",
+    "plot_class_gaussians",
+    "plot_decision_regions",
+    "plot_support_influence",
+    "plot_task",
+    "support_influence",
+]
+
+#: Side in pixels that images are drawn with: what the default network reads.
+_THUMBNAIL = 84
+#: Points a side at which decision regions are computed.
+_GRID = 300
+_WRONG = "crimson"
+
+# -------------------------------------------------------------------- images
+
+
+def plot_task(
+    classifier: Any,
+    support_images: Any,
+    support_labels: ArrayLike,
+    query_images: Any,
+    query_labels: ArrayLike | None = None,
+    *,
+    figure: Figure | None = None,
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Support images on the left; query images on the right, each with its predicted label and probability.
+
+    There is one row for each class. A query stands in the row of its true label, and its title is red where the
+    prediction differs; without ``query_labels`` it stands in the row of its predicted label. Images are drawn as the
+    network gets them: squares of 84 x 84 pixels.
+
+    Parameters
+    ----------
+    classifier : fitted classifier of images
+        A ``SimpleCNAPSClassifier``, or any scikit-learn classifier of images with ``predict_proba``.
+    support_images : collection of n images
+    support_labels : array-like of shape (n,)
+    query_images : collection of m images
+    query_labels : array-like of shape (m,), optional
+        True labels. A label that is not among the classes gets a row of its own.
+    figure : Figure, optional
+        An empty one to draw on; its size is set.
+
+    Returns
+    -------
+    support_axes : array of Axes of shape (rows, most shots)
+        Those without an image are invisible.
+    query_axes : array of Axes of shape (rows, most queries a row)
+        Likewise.
+
+    Raises
+    ------
+    ValueError
+        Images and labels differ in number, or an image cannot be used.
+    """
+    support_labels = _labels_of(support_labels, support_images, "support")
+    predicted, probabilities = classifier.predict(query_images), classifier.predict_proba(query_images).max(axis=1)
+    shown = predicted if query_labels is None else _labels_of(query_labels, query_images, "query")
+    rows = [*classifier.classes_.tolist(), *sorted({*shown.tolist()} - {*classifier.classes_.tolist()})]
+    support_rows = [np.flatnonzero(support_labels == label) for label in rows]
+    query_rows = [np.flatnonzero(shown == label) for label in rows]
+    shots, queries = (max(map(len, indices)) for indices in (support_rows, query_rows))
+
+    longest = max(len(str(label)) for label in [*rows, *predicted.tolist()])
+    margin, cell = 0.3 + 0.1 * longest, max(0.75, 0.065 * (longest + 7))  # inches
+    left_width, right_width, height = margin + shots * cell, 0.2 + queries * cell, len(rows) * 0.82 + 0.6
+    figure = _new_figure() if figure is None else figure
+    figure.set_size_inches(left_width + right_width, height)
+    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(left_width, right_width))[0]
+    place = {"top": 1 - 0.55 / height, "bottom": 0.1 / height, "hspace": 0.3, "wspace": 0.08}
+    support_axes = left.subplots(len(rows), shots, squeeze=False)
+    left.subplots_adjust(left=margin / left_width, right=0.99, **place)
+    query_axes = right.subplots(len(rows), queries, squeeze=False)
+    right.subplots_adjust(left=0.1 / right_width, right=1 - 0.1 / right_width, **place)
+    left.suptitle("support", y=1 - 0.08 / height, va="top", fontsize=11)
+    right.suptitle("queries", y=1 - 0.08 / height, va="top", fontsize=11)
+
+    for axes, indices_of_row, images in (
+        (support_axes, support_rows, _thumbnails(support_images)),
+        (query_axes, query_rows, _thumbnails(query_images)),
+    ):
+        for row, indices in zip(axes, indices_of_row, strict=True):
+            for axis in row[len(indices) :]:
+                axis.set_visible(False)
+            for axis, index in zip(row, indices):
+                _show(axis, images[index])
+    for axis, label in zip(support_axes[:, 0], rows, strict=True):
+        name = axis.text(-0.12, 0.5, str(label), transform=axis.transAxes, ha="right", va="center", fontsize=10)
+        name.set_in_layout(False)
+        if not axis.get_visible():  # a label without support keeps its name
+            axis.set_visible(True)
+            axis.set_axis_off()
+    for row, indices in zip(query_axes, query_rows, strict=True):
+        for axis, index in zip(row, indices):
+            wrong = predicted[index] != shown[index]
+            title = f"{predicted[index]} ({probabilities[index]:.0%})"
+            axis.set_title(title, fontsize=7.5, pad=2, color=_WRONG if wrong else "black")
+    return support_axes, query_axes
+
+
+def support_influence(task: AdaptedTask, query_features: Tensor) -> Tensor:
+    """How much each support example speaks for what is predicted: log p(y | S) - log p(y | S without example i).
+
+    y is the class predicted for the query with the whole support set S, and p equation 1. The head is fitted anew
+    without each example in turn, so the figures are exact for every head; the network stays as it was adapted.
+    Positive: the prediction leans on the example. Negative: the example speaks against it. In nats: 0.69 halves
+    the probability where that is small.
+
+    Parameters
+    ----------
+    task : AdaptedTask
+        ``classifier.task_``.
+    query_features : Tensor of shape (m, 512)
+        Adapted features, as ``classifier.transform`` gives them.
+
+    Returns
+    -------
+    Tensor of shape (m, n)
+        NaN for the only example of a class: without it there is no such class.
+    """
+    log_p = task.head_logits(query_features).double().log_softmax(1)
+    predicted = log_p.argmax(1, keepdim=True)
+    influence = log_p.new_full((len(query_features), len(task.support_labels)), torch.nan)
+    counts = task.support_labels.bincount()
+    for i in (counts[task.support_labels] > 1).nonzero()[:, 0].tolist():
+        rest = torch.arange(len(task.support_labels), device=task.support_labels.device) != i
+        without = task.refit(task.support_features[rest], task.support_labels[rest])
+        log_p_without = without.head_logits(query_features).double().log_softmax(1)
+        influence[:, i] = (log_p - log_p_without).gather(1, predicted)[:, 0]
+    return influence
+
+
+def plot_support_influence(
+    classifier: SimpleCNAPSClassifier,
+    support_images: Any,
+    query_image: Any,
+    *,
+    most: int = 5,
+    figure: Figure | None = None,
+) -> NDArray[Any]:
+    """Which support images the prediction for one query leans on, and which speak against it.
+
+    Upper row: the query, then the support images of the greatest positive influence; lower row: those of the most
+    negative. Over each stands its label and its influence in nats, as :func:`support_influence` defines it.
+
+    Parameters
+    ----------
+    classifier : SimpleCNAPSClassifier
+        Fitted.
+    support_images : collection of n images
+        Those it was fitted to, in that order.
+    query_image : image
+    most : int, default=5
+        Support images a row at most.
+    figure : Figure, optional
+        An empty one to draw on; its size is set.
+
+    Returns
+    -------
+    array of Axes of shape (2, most + 1)
+        Those without an image are invisible.
+
+    Raises
+    ------
+    ValueError
+        The number of support images is not that of the fit, or every class has one only.
+    """
+    images, task = _thumbnails(support_images), classifier.task_
+    if len(images) != len(task.support_labels):
+        raise ValueError(f"the classifier was fitted to {len(task.support_labels)} images, but {len(images)} are given")
+    features = torch.from_numpy(np.asarray(classifier.transform([query_image])))
+    influence = support_influence(task, features)[0].cpu().numpy()
+    if np.isnan(influence).all():
+        raise ValueError("every class has one support image: without it there would be no such class")
+    probabilities = classifier.predict_proba([query_image])[0]
+    labels = classifier.classes_[task.support_labels.cpu().numpy()]
+
+    order = np.argsort(-influence, kind="stable")  # NaN comes last
+    order = order[~np.isnan(influence[order])]
+    rows = [i for i in order if influence[i] > 0][:most], [i for i in order[::-1] if influence[i] < 0][:most]
+    figure = _new_figure() if figure is None else figure
+    figure.set_size_inches(1.25 * (most + 1) + 0.4, 3.4)
+    axes: NDArray[Any] = figure.subplots(2, most + 1, squeeze=False)
+    figure.subplots_adjust(left=0.02, right=0.98, top=0.84, bottom=0.03, hspace=0.32, wspace=0.1)
+    for axis in axes.flat:
+        axis.set_visible(False)
+    _show(axes[0, 0], _thumbnails([query_image])[0])
+    axes[0, 0].set_title(f"{classifier.classes_[probabilities.argmax()]} ({probabilities.max():.0%})", fontsize=9)
+    for row, indices, colour in zip(axes[:, 1:], rows, ("black", _WRONG), strict=True):
+        for axis, index in zip(row, indices):
+            _show(axis, images[index])
+            axis.set_title(f"{labels[index]}  {influence[index]:+.2f}", fontsize=9, color=colour)
+    figure.suptitle("query, then support images for (above) and against (below) its label, in nats", fontsize=10)
+    return axes
+
+
+# -------------------------------------------------------------------- features
+
+
+def plot_class_gaussians(
+    features: ArrayLike | Tensor,
+    labels: ArrayLike,
+    *,
+    covariance: RegularizedCovariance | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Support features as points and each class's N(mu_k, Q_k) as ellipses, on a plane.
+
+    Features of more than two dimensions are projected on their first two principal components. The ellipses are
+    those of Mahalanobis distance 1 and 2 of the Gaussian's exact marginal on that plane: see the head of this module.
+
+    Parameters
+    ----------
+    features : array-like of shape (n, d), d >= 2
+        Support features, ``classifier.transform(support_images)`` say.
+    labels : array-like of shape (n,)
+    covariance : RegularizedCovariance, optional
+        How Q_k is estimated; with the paper's settings if left out.
+    ax : Axes, optional
+
+    Returns
+    -------
+    Axes
+        Its unit is that of the features, equal on both axes.
+
+    Raises
+    ------
+    ValueError
+        Shapes do not fit; or ``covariance`` has ``one_shot_covariance="published"`` and a class has one example,
+        whose covariance has no such marginal.
+    """
+    plane = _Plane(features)
+    names, codes = np.unique(np.asarray(labels), return_inverse=True)
+    points = plane.project(features)
+    covariance = _settings(covariance, features, codes)
+    if covariance.one_shot_covariance == "published" and (np.bincount(codes) == 1).any():
+        raise ValueError('a class of one example with one_shot_covariance="published" cannot be drawn on a plane')
+    gaussians = covariance(torch.from_numpy(points), torch.from_numpy(codes))
+    ax = _new_axes() if ax is None else ax
+    for k, (mean, q, colour) in enumerate(
+        zip(gaussians.means.numpy(), gaussians.covariance().numpy(), _colours(len(names)), strict=True)
+    ):
+        variances, directions = np.linalg.eigh(q)
+        angle = np.degrees(np.arctan2(directions[1, 1], directions[0, 1]))
+        for distance in (1, 2):
+            long, short = 2 * distance * np.sqrt(variances[::-1])
+            ax.add_patch(Ellipse(tuple(mean), long, short, angle=angle, fill=False, edgecolor=colour, lw=2 / distance))
+        _scatter(ax, points[codes == k], mean, colour, str(names[k]))
+    _finish(ax, plane)
+    return ax
+
+
+def plot_decision_regions(
+    features: ArrayLike | Tensor,
+    labels: ArrayLike,
+    queries: ArrayLike | Tensor | None = None,
+    *,
+    covariance: RegularizedCovariance | None = None,
+    figure: Figure | None = None,
+) -> NDArray[Any]:
+    """What the Euclidean head (left) and the Mahalanobis head (right) make of the same support features.
+
+    It is the paper's figures 1 and 3, for your own features. Features of more than two dimensions are projected on
+    their first two principal components and both heads fitted to the projected features: the regions are those of
+    the plane, not a cut through the regions in d dimensions. The ellipses of distance 1 and 2 are circles on the
+    left, where the head takes every class for N(mu_k, I).
+
+    Parameters
+    ----------
+    features : array-like of shape (n, d), d >= 2
+    labels : array-like of shape (n,)
+        At least two different ones.
+    queries : array-like of shape (m, d), optional
+        Drawn in grey, projected like the support features.
+    covariance : RegularizedCovariance, optional
+        How Q_k is estimated; with the paper's settings if left out.
+    figure : Figure, optional
+        An empty one to draw on.
+
+    Returns
+    -------
+    array of Axes of shape (2,)
+        Euclidean, Mahalanobis.
+
+    Raises
+    ------
+    ValueError
+        As :func:`plot_class_gaussians`, or there is one class only.
+    """
+    plane = _Plane(features)
+    points = plane.project(features)
+    names, codes = np.unique(np.asarray(labels), return_inverse=True)
+    if len(names) < 2:
+        raise ValueError("one class has no decision regions: at least two are needed")
+    drawn = points if queries is None else np.concatenate([points, plane.project(queries)])
+    low, high = drawn.min(0), drawn.max(0)
+    margin = 0.25 * (high - low).max()
+    x, y = (np.linspace(low[i] - margin, high[i] + margin, _GRID) for i in (0, 1))
+    grid = torch.from_numpy(np.stack(np.meshgrid(x, y), axis=-1).reshape(-1, 2))
+
+    covariance = _settings(covariance, features, codes)
+    figure = _new_figure((11, 5)) if figure is None else figure
+    axes: NDArray[Any] = figure.subplots(1, 2, sharex=True, sharey=True)
+    colours = _colours(len(names))
+    heads: tuple[Head[Any], ...] = (EuclideanHead(), MahalanobisHead(covariance))
+    for ax, head, title in zip(axes, heads, ("Euclidean", "Mahalanobis"), strict=True):
+        logits = head(torch.from_numpy(points), torch.from_numpy(codes), grid)
+        regions = logits.argmax(1).numpy().reshape(_GRID, _GRID)
+        image = np.array([mpl.colors.to_rgb(colour) for colour in colours])[regions]
+        extent = (x[0], x[-1], y[0], y[-1])
+        ax.imshow(image, extent=extent, origin="lower", alpha=0.25, interpolation="nearest", aspect="equal")
+        if head is heads[1]:
+            plot_class_gaussians(points, names[codes], covariance=covariance, ax=ax)
+        else:
+            for k, colour in enumerate(colours):
+                mean = points[codes == k].mean(0)
+                for distance in (1, 2):
+                    ax.add_patch(
+                        Ellipse(tuple(mean), *2 * [2 * distance], fill=False, edgecolor=colour, lw=2 / distance)
+                    )
+                _scatter(ax, points[codes == k], mean, colour, str(names[k]))
+        if queries is not None:
+            ax.scatter(
+                *plane.project(queries).T, s=28, c="0.45", marker="D", edgecolors="white", label="query", zorder=4
+            )
+        _finish(ax, plane)
+        ax.set_title(title)
+        ax.set_xlim(x[0], x[-1])
+        ax.set_ylim(y[0], y[-1])
+    axes[0].get_legend().remove()  # one will do
+    return axes
+
+
+class _Plane:
+    """The plane of the first two principal components of features (n, d); for d = 2 the features' own."""
+
+    def __init__(self, features: ArrayLike | Tensor) -> None:
+        x = _matrix(features)
+        if x.shape[1] < 2 or len(x) < 2:
+            raise ValueError(f"features must have shape (n, d) with n >= 2 and d >= 2, got {x.shape}")
+        self.pca = PCA(2, svd_solver="full").fit(x) if x.shape[1] > 2 else None
+        self.axis_names = ["feature 1", "feature 2"]
+        if self.pca is not None:
+            shares = self.pca.explained_variance_ratio_
+            self.axis_names = [
+                f"principal component {i + 1} ({share:.0%} of the variance)" for i, share in enumerate(shares)
+            ]
+
+    def project(self, features: ArrayLike | Tensor) -> NDArray[np.float64]:
+        """P^T (x - mean) of features (m, d) -> (m, 2)."""
+        x = _matrix(features)
+        return x if self.pca is None else self.pca.transform(x)
+
+
+def _settings(
+    covariance: RegularizedCovariance | None, features: ArrayLike | Tensor, codes: NDArray[np.int64]
+) -> RegularizedCovariance:
+    """The settings of Q_k, with a beta that is to be chosen chosen on all dimensions: the plane's ridge is theirs."""
+    covariance = RegularizedCovariance() if covariance is None else covariance
+    return covariance.on(torch.from_numpy(_matrix(features)), torch.from_numpy(codes))
+
+
+def _matrix(features: ArrayLike | Tensor) -> NDArray[np.float64]:
+    x = np.asarray(features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64)
+    if x.ndim != 2:
+        raise ValueError(f"features must have shape (n, d), got {x.shape}")
+    return x
+
+
+# -------------------------------------------------------------------- evaluation
+
+
+def plot_accuracy(records: Sequence[Mapping[str, Any]], against: str = "shot", *, ax: Axes | None = None) -> Axes:
+    """Accuracy against the number of shots or of ways, with 95 % intervals (figures 5 and 6 of the paper).
+
+    One line for each source, variant and setting of the other number. In the paper's figures the classes and tasks
+    of one evaluation are grouped by their shots and ways; here each point is an evaluation of its own.
+
+    Parameters
+    ----------
+    records : list of dict
+        What :func:`fewshot_mahalanobis.evaluation.report.evaluate` returns and ``fewshot-mahalanobis evaluate -o``
+        writes: "source", "shot", "way" and "accuracy", which maps a variant to [mean, half-width] in per cent.
+    against : {"shot", "way"}, default="shot"
+        What the horizontal axis is; logarithmic.
+    ax : Axes, optional
+
+    Returns
+    -------
+    Axes
+        With a legend of the lines.
+
+    Raises
+    ------
+    ValueError
+        ``against`` is something else, there are no records, or two of them would give one line two values at one
+        place (from different seeds, say).
+    """
+    if against not in ("shot", "way"):
+        raise ValueError(f'against must be "shot" or "way", got {against!r}')
+    if not records:
+        raise ValueError("there are no records to draw")
+    other = "way" if against == "shot" else "shot"
+    lines: dict[tuple[str, int, str], dict[int, tuple[float, float]]] = {}
+    for record in records:
+        for variant, (mean, half_width) in record["accuracy"].items():
+            line = lines.setdefault((record["source"], record[other], variant), {})
+            if record[against] in line:
+                raise ValueError(
+                    f"two records of {record['source']!r} have {record[against]} {against}s and {record[other]} "
+                    f"{other}s: draw one of them"
+                )
+            line[record[against]] = mean, half_width
+
+    series = list(dict.fromkeys((source, number) for source, number, _ in lines))
+    variants = list(dict.fromkeys(variant for _, _, variant in lines))
+    several_sources, several_numbers = (len({s[i] for s in series}) > 1 for i in (0, 1))
+    colours = _colours(len(series) if len(series) > 1 else len(variants))
+    ax = _new_axes() if ax is None else ax
+    for (source, number, variant), line in lines.items():
+        at = series.index((source, number)) if len(series) > 1 else variants.index(variant)
+        style = ("-", "--", ":", "-.")[variants.index(variant) % 4] if len(series) > 1 else "-"
+        parts = (
+            source * several_sources,
+            f"{number}-{other}" * several_numbers,
+            variant * (len(variants) > 1 or len(series) == 1),
+        )
+        places = sorted(line)
+        means, half_widths = zip(*(line[place] for place in places), strict=True)
+        ax.errorbar(
+            places, means, half_widths, color=colours[at], ls=style, marker="o", ms=4, capsize=2,
+            label=", ".join(part for part in parts if part),
+        )  # fmt: skip
+    places = sorted({record[against] for record in records})
+    ax.set_xscale("log")
+    ax.set_xticks(places, [str(place) for place in places])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlabel("support images a class (shots)" if against == "shot" else "classes (ways)")
+    ax.set_ylabel("accuracy, %")
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize="small")
+    return ax
+
+
+# -------------------------------------------------------------------- shared
+
+
+def _new_figure(size: tuple[float, float] | None = None) -> Figure:
+    import matplotlib.pyplot as plt  # chooses a backend, so not when this module is imported
+
+    return plt.figure(figsize=size)
+
+
+def _new_axes() -> Axes:
+    return _new_figure().subplots()
+
+
+def _labels_of(labels: ArrayLike, images: Any, what: str) -> NDArray[Any]:
+    values = np.asarray(labels)
+    if values.shape != (len(images),):
+        raise ValueError(f"{len(images)} {what} images need as many labels, not shape {values.shape}")
+    return values
+
+
+def _thumbnails(images: Any) -> NDArray[np.float32]:
+    """Images of any kind as float32 (n, 84, 84, 3) in [0, 1]."""
+    batches = ImageBatches(images, _THUMBNAIL)
+    return np.concatenate([((batch + 1) / 2).permute(0, 2, 3, 1).numpy() for batch in batches])
+
+
+def _show(axis: Axes, image: NDArray[np.float32]) -> None:
+    axis.imshow(image)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.set_visible(True)
+
+
+def _colours(n: int) -> list[Any]:
+    """N colours, told apart as long as there are not too many."""
+    if n <= 10:
+        return list(mpl.colormaps["tab10"].colors[:n])  # type: ignore[attr-defined]
+    return [mpl.colormaps["turbo"](i / (n - 1)) for i in range(n)]
+
+
+def _scatter(ax: Axes, points: NDArray[np.float64], mean: NDArray[np.float64], colour: Any, name: str) -> None:
+    ax.scatter(points[:, 0], points[:, 1], s=26, color=colour, edgecolors="white", linewidths=0.6, label=name, zorder=3)
+    ax.scatter(mean[0], mean[1], s=70, color=colour, marker="X", edgecolors="black", linewidths=0.8, zorder=5)
+
+
+def _finish(ax: Axes, plane: _Plane) -> None:
+    ax.set_aspect("equal", adjustable="datalim" if not ax.images else "box")
+    ax.set_xlabel(plane.axis_names[0])
+    ax.set_ylabel(plane.axis_names[1])
+    ax.legend(fontsize="small", loc="best")

@@ -1,0 +1,180 @@
+"""The documentation: its code runs, its commands exist, and every public name is documented."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import typer.main
+from PIL import Image
+from typer.testing import CliRunner
+
+import fewshot_mahalanobis
+from fewshot_mahalanobis.cli import app
+from fewshot_mahalanobis.episodes.datasets import class_split
+from tests.episodes import trees
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for name, code in BLOCK.findall(page.read_text()) if name == language]
+
+
+def commands() -> Iterator[tuple[Path, str]]:
+    """Every shell command of every page."""
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            yield from ((page, line) for line in block.replace("\\\n", " ").splitlines() if line.strip())
+        for block in blocks(page, "console"):
+            yield from ((page, line[2:]) for line in block.splitlines() if line.startswith("$ "))
+
+
+@pytest.fixture
+def folder_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the pages speak of: two classes in ``support``, and ``new``."""
+    rng = np.random.default_rng(0)
+    for name, colour in {"support/cat": (200, 120, 40), "support/dog": (40, 80, 200), "new": (190, 120, 60)}.items():
+        (tmp_path / name).mkdir(parents=True)
+        for index in range(3):
+            pixels = np.clip(np.array(colour) + rng.normal(0, 30, (60, 80, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{index}.jpg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    return tmp_path
+
+
+def build_data_sets(folder: Path) -> None:
+    """What the page on data sets opens: a zip of two classes, and two data sets in their real layouts."""
+    shutil.make_archive(str(folder / "photos" / "cats"), "zip", folder / "support")
+    trees.cu_birds(folder / "data")
+    classes = list(class_split("ilsvrc_2012")["train"])
+    trees.class_folders(folder / "data" / "ILSVRC2012_img_train", classes, "{name}_{i}.JPEG")
+
+
+@pytest.mark.filterwarnings("ignore:.*wordnet:UserWarning")  # ImageNet's hierarchy, which the page tells of
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, folder_of_a_user: Path) -> None:
+    if page.stem == "data":
+        build_data_sets(folder_of_a_user)
+    names: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_pages_hold_no_code_of_a_language_that_is_not_tested() -> None:
+    known = {"python", "sh", "console"}
+    for page in PAGES:
+        assert {name for name, _ in BLOCK.findall(page.read_text())} <= known, page
+
+
+def test_every_command_and_option_on_a_page_exists() -> None:
+    """Parsed as click parses them, without running them."""
+    root = typer.main.get_command(app)
+    seen = set()
+    for page, line in commands():
+        line = re.split(r"\s[>|]\s", line)[0].split("&&")[-1].strip()
+        program, *words = shlex.split(line)
+        if Path(program).name != "fewshot-mahalanobis":
+            assert program in ("pip", "python3") or program.endswith("python"), f"{page}: {line}"
+            continue
+        command, context = root, click.Context(root, info_name="fewshot-mahalanobis")
+        while hasattr(command, "commands"):
+            name, *words = words
+            assert name in command.commands, f"{page}: there is no command {name!r}"
+            command = command.commands[name]
+        try:
+            command.make_context(command.name, list(words), parent=context)
+        except Exception as error:
+            raise AssertionError(f"{page}: {line}: {error}") from error
+        seen.add(command.name)
+    assert {"demo", "fit", "predict", "pretrain", "meta-train", "evaluate", "list", "show"} <= seen
+
+
+def test_every_command_is_in_the_page_of_the_command_line() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        assert f"`{name}" in page
+
+
+def test_first_steps_go_from_a_folder_to_a_table_of_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transcript of the page, in an empty folder; numbers in what is printed may differ."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "start.md"
+    exec(blocks(page, "python")[0], {})
+    transcripts = "".join(blocks(page, "console"))
+    steps = re.findall(r"^\$ fewshot-mahalanobis (.*)\n((?:(?!\$ ).*\n)*)", transcripts, re.MULTILINE)
+    assert len(steps) <= 5
+    for command, shown in steps:
+        arguments, *file = command.split(" > ")
+        result = CliRunner().invoke(app, shlex.split(arguments))
+        assert result.exit_code == 0, result.output
+        if file:
+            Path(file[0]).write_text(result.stdout)
+        else:
+            number = re.compile(r"\d+")
+            assert number.sub("#", result.stdout) == number.sub("#", shown)
+    table = Path("labels.csv").read_text().split()
+    assert table[0] == "path,label"
+    assert len(table) == 1 + len(list(Path("digits/new").iterdir()))
+    notebook = blocks(page, "python")[1]
+    assert len([line for line in notebook.splitlines() if line.strip()]) <= 8
+
+
+def public_names() -> list[str]:
+    """Every exported name, and every method and property that an exported class itself defines."""
+    plotting = pytest.importorskip("fewshot_mahalanobis.plotting")
+    names = []
+    for module in (fewshot_mahalanobis, plotting):
+        for name in module.__all__:
+            names.append(f"{module.__name__}.{name}")
+            if inspect.isclass(value := getattr(module, name)):
+                # set_..._request are scikit-learn's, made for its metadata routing and documented there
+                own = (m for m in vars(value) if not m.startswith("_") and not m.endswith("_request"))
+                members = (m for m in own if callable(getattr(value, m)))
+                names += [f"{module.__name__}.{name}.{member}" for member in members]
+    return names
+
+
+def test_numpydoc_finds_every_public_name_documented() -> None:
+    validate = pytest.importorskip("numpydoc.validate").validate
+    # Not asked for: sections that repeat what stands elsewhere (extended summary, See Also, examples), an imperative
+    # first word ("Class means (k, d) of ..." says more than "Return ..."), a capital where a symbol comes first.
+    style = {"ES01", "SA01", "SA03", "EX01", "SS05", "PR08"}
+    # A method may say all in one sentence that gives shapes: "Logits (m, k) of query features (m, d)."
+    short = {"PR01", "PR07", "RT01", "RT03", "YD01"}
+    for name in public_names():
+        is_method = name.rsplit(".", 1)[0] not in ("fewshot_mahalanobis", "fewshot_mahalanobis.plotting")
+        # nn.Module's own (*args, **kwargs), where a class without parameters inherits the constructor
+        found = [(code, text) for code, text in validate(name)["errors"] if "*args" not in text]
+        allowed = style | short if is_method else style | {"PR07"}
+        assert not [error for error in found if error[0] not in allowed], name
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in public_names():
+        if name.rsplit(".", 1)[0] in ("fewshot_mahalanobis", "fewshot_mahalanobis.plotting"):
+            assert re.search(rf"^   {name.rsplit('.', 1)[1]}$", page, re.MULTILINE), name
+
+
+def test_every_page_and_every_gallery_script_is_in_the_site() -> None:
+    toctrees = [
+        toctree
+        for page in (ROOT / "docs").glob("*.md")
+        for toctree in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} <= set(" ".join(toctrees).split())
+    for script in (ROOT / "examples").glob("*.py"):
+        assert script.name.startswith("plot_"), f"{script.name}: sphinx-gallery runs plot_*.py alone"
+        compile(script.read_text(), script, "exec")

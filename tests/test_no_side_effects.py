@@ -1,0 +1,423 @@
+"""Every public call leaves the process as it found it, and gives the same bits when it is repeated.
+
+Each call runs twice, in two states of the process that must not matter: with other random seeds, with gradients on and
+off, with PyTorch free to choose algorithms and held to deterministic ones. Making a module with random weights, such as
+``SimpleCNAPS()``, draws them from torch's generator as any ``nn.Module`` does, and is no call of this kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import locale
+import logging
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch._dynamo  # the first use of an optimiser imports it, which sets a variable and a warning filter
+from numpy.typing import NDArray
+from PIL import Image, ImageFile
+from safetensors import safe_open
+from torch import Tensor
+
+import fewshot_mahalanobis
+from fewshot_mahalanobis import (
+    MahalanobisClassifier,
+    RegularizedCovariance,
+    SimpleCNAPS,
+    SimpleCNAPSClassifier,
+    available_checkpoints,
+    load_checkpoint,
+)
+from fewshot_mahalanobis.checkpoints.format import save_checkpoint
+from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.evaluation import Variant, evaluate_source
+from fewshot_mahalanobis.heads import HEADS, LinearHead
+from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.plotting import Figure, plot_class_gaussians, plot_task
+from fewshot_mahalanobis.training.meta_train import MetaTrainRecipe, meta_train
+from fewshot_mahalanobis.training.pretrain import PretrainRecipe, pretrain
+from tests.golden import recipe
+from tests.test_covariance import make_task
+
+SIZE = 32
+
+
+def process_state() -> dict[str, Any]:
+    """Everything global that a numerical library might change in passing."""
+    return {
+        "torch's random state": torch.get_rng_state().tolist(),
+        "NumPy's random state": [np.asarray(part).tolist() for part in np.random.get_state()],  # noqa: NPY002
+        "random's state": random.getstate(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "convolutions": (
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.backends.mkldnn.enabled,
+        ),
+        "printing of tensors": copy.copy(vars(torch._tensor_str.PRINT_OPTS)),
+        "warning filters": list(warnings.filters),
+        "NumPy's errors": np.geterr(),
+        "NumPy's printing": np.get_printoptions(),
+        "matplotlib's settings": {
+            # past rcParams's own look-up, which would choose a backend
+            key: dict.__getitem__(matplotlib.rcParams, key)
+            for key in matplotlib.rcParams
+        },
+        "Pillow's limits": (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES),
+        "environment": dict(os.environ),
+        "folder": Path.cwd(),
+        "import path": list(sys.path),
+        "recursion limit": sys.getrecursionlimit(),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "logging": (logging.root.level, list(logging.root.handlers), logging.root.disabled),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "sockets": socket.getdefaulttimeout(),
+        "hooks": (sys.excepthook, sys.displayhook),
+    }
+
+
+@contextmanager
+def process_unchanged() -> Iterator[None]:
+    before = process_state()
+    yield
+    after = process_state()
+    assert [name for name in before if before[name] != after[name]] == []
+
+
+@contextmanager
+def other_process_state() -> Iterator[None]:
+    """Other seeds, no gradients, deterministic algorithms: what a caller may have set."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(123)
+    np.random.seed(123)  # noqa: NPY002
+    random.seed(123)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
+
+
+def bits(value: Any) -> Any:
+    """Whatever a call returned as something that equals itself only to the bit."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.detach().numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes() if value.dtype != object else value.tolist()
+    if isinstance(value, torch.nn.Module):
+        return bits(value.state_dict())
+    if isinstance(value, dict):
+        return [(key, bits(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    if isinstance(value, Path):
+        return value.read_bytes()
+    assert isinstance(value, str | bytes | int | float | None)
+    return value
+
+
+class World(NamedTuple):
+    """What the calls work on; none of them may change it."""
+
+    features: Tensor
+    labels: Tensor
+    queries: Tensor
+    model: SimpleCNAPS
+    images: NDArray[np.uint8]
+    names: list[str]
+    fitted: SimpleCNAPSClassifier
+    vectors: MahalanobisClassifier
+    saved: Path
+    checkpoint: Path
+
+
+def random_images(n: int, seed: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, size=(n, SIZE, SIZE, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    features, labels, queries = make_task(0, [1, 3, 2], 8, queries=3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = SimpleCNAPS(image_size=SIZE).eval()
+    images, names = random_images(6, seed=1), ["a", "b", "c", "b", "a", "b"]
+    fitted = SimpleCNAPSClassifier(model, device="cpu").fit(images, names)
+    vectors = MahalanobisClassifier().fit(features.numpy(), labels.numpy())
+    fitted.save(folder / "classifier.safetensors")
+    save_checkpoint(model, folder / "checkpoint")
+    return World(
+        features,
+        labels,
+        queries,
+        model,
+        images,
+        names,
+        fitted,
+        vectors,
+        folder / "classifier.safetensors",
+        folder / "checkpoint",
+    )
+
+
+def images_of(world: World) -> Tensor:
+    return torch.cat(list(ImageBatches(world.images, SIZE)))
+
+
+def codes_of(world: World) -> Tensor:
+    return torch.tensor([ord(name) - ord("a") for name in world.names])
+
+
+def gaussians_of(world: World) -> Any:
+    return RegularizedCovariance()(*support_of(world))
+
+
+def classifier_of(world: World) -> SimpleCNAPSClassifier:
+    """A fitted classifier that a call may change."""
+    classifier = copy.copy(world.fitted)
+    classifier.__dict__ = dict(vars(world.fitted))
+    return classifier
+
+
+def support_of(world: World) -> tuple[Tensor, Tensor]:
+    return world.features, world.labels
+
+
+def head_logits(name: str) -> Callable[[World, Path], Any]:
+    def call(world: World, folder: Path) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            head = LinearHead(world.features.shape[1]) if name == "linear" else HEADS[name]()
+        return head(*support_of(world), world.queries), head.leave_one_out_logits(*support_of(world))
+
+    return call
+
+
+def fitted_vectors(world: World, folder: Path) -> Any:
+    classifier = MahalanobisClassifier(beta=0.3).fit(world.features.numpy(), world.labels.numpy())
+    before = classifier.predict_log_proba(world.queries.numpy())
+    classifier.partial_fit(world.queries.numpy(), [0, 5, 2])
+    return before, classifier.classes_, classifier.predict_log_proba(world.queries.numpy())
+
+
+def fitted_images(world: World, folder: Path) -> Any:
+    classifier = SimpleCNAPSClassifier(world.model, device="cpu").fit(world.images, world.names)
+    return classifier.task_.support_features, classifier.classes_, classifier.class_counts_
+
+
+def partly_fitted_images(world: World, folder: Path) -> Any:
+    classifier = classifier_of(world).partial_fit(random_images(2, seed=3), ["d", "a"])
+    return classifier.task_.support_features, classifier.classes_, classifier.class_counts_
+
+
+def saved(world: World, folder: Path) -> Any:
+    world.fitted.save(folder / "saved")
+    with safe_open(folder / "saved", framework="pt") as file:  # its header is in no order
+        return sorted(file.metadata().items()), [(name, file.get_tensor(name)) for name in sorted(file.keys())]
+
+
+def exported(world: World, folder: Path) -> Any:
+    world.fitted.export_onnx(folder / "graph.onnx")
+    return [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(folder / "graph.onnx").graph.initializer]
+
+
+def written_checkpoint(world: World, folder: Path) -> Any:
+    world.model.save_pretrained(folder / "checkpoint")
+    return [folder / "checkpoint" / name for name in ("config.json", "model.safetensors")]
+
+
+def from_published(world: World, folder: Path) -> Any:
+    weights = {key: torch.from_numpy(value) for key, value in recipe.state_dict("simple_cnaps").items()}
+    return SimpleCNAPS.from_published_state_dict(weights)
+
+
+def adapted(world: World, folder: Path) -> Any:
+    task = world.model.adapt(images_of(world), codes_of(world))
+    return (
+        task.support_features,
+        task.logits(images_of(world)[:2]),
+        task.refit(task.support_features, codes_of(world))._state.means,
+    )
+
+
+def small_source(name: str = "noise") -> ImageSource:
+    images = np.concatenate([random_images(3, seed) // 2 + 60 * seed for seed in range(3)]).astype(np.uint8)
+    return ImageSource(name, images, np.repeat(np.arange(3), 3), ("a", "b", "c"))
+
+
+def evaluated(world: World, folder: Path) -> Any:
+    variants = [Variant(True, "mahalanobis"), Variant(False, "cosine")]
+    found = evaluate_source(world.model, small_source(), variants, way=2, shot=1, queries=1, episodes=2)
+    return [found[variant] for variant in variants]
+
+
+def drawn(world: World, folder: Path) -> Any:
+    figure = Figure()
+    plot_task(world.fitted, world.images, world.names, world.images[:2], figure=figure)
+    figure.savefig(folder / "task.png")
+    axes = plot_class_gaussians(world.features, world.labels, ax=Figure().subplots())
+    return folder / "task.png", [ellipse.get_path().vertices for ellipse in axes.patches]
+
+
+CALLS: dict[str, Callable[[World, Path], Any]] = {
+    "RegularizedCovariance": lambda world, folder: (gaussians_of(world).means, gaussians_of(world).counts),
+    'RegularizedCovariance("auto")': lambda world, folder: RegularizedCovariance("auto")(*support_of(world)).beta,
+    "squared_distance": lambda world, folder: gaussians_of(world).squared_distance(world.queries),
+    "covariance": lambda world, folder: gaussians_of(world).covariance(),
+    "precision": lambda world, folder: gaussians_of(world).precision(),
+    **{f"{head} head": head_logits(head) for head in HEADS},
+    "MahalanobisClassifier.fit and partial_fit": fitted_vectors,
+    "MahalanobisClassifier.predict": lambda world, folder: world.vectors.predict(world.queries.numpy()),
+    "MahalanobisClassifier.predict_proba": lambda world, folder: world.vectors.predict_proba(world.queries.numpy()),
+    "MahalanobisClassifier.decision_function": lambda world, folder: world.vectors.decision_function(
+        world.queries.numpy()
+    ),
+    "SimpleCNAPS.forward": lambda world, folder: world.model(images_of(world), codes_of(world), images_of(world)[:2]),
+    "SimpleCNAPS.adapt": adapted,
+    "SimpleCNAPS.save_pretrained": written_checkpoint,
+    "SimpleCNAPS.from_pretrained": lambda world, folder: SimpleCNAPS.from_pretrained(str(world.checkpoint)),
+    "SimpleCNAPS.from_published_state_dict": from_published,
+    "available_checkpoints": lambda world, folder: [record.name for record in available_checkpoints().values()],
+    "load_checkpoint by name": lambda world, folder: load_checkpoint("default"),
+    "load_checkpoint by path": lambda world, folder: load_checkpoint(world.checkpoint),
+    "fit": fitted_images,
+    "partial_fit": partly_fitted_images,
+    "predict": lambda world, folder: world.fitted.predict(world.images[:2]),
+    "predict_proba": lambda world, folder: world.fitted.predict_proba(world.images[:2]),
+    "predict_log_proba": lambda world, folder: world.fitted.predict_log_proba(world.images[:2]),
+    "decision_function": lambda world, folder: world.fitted.decision_function(world.images[:2]),
+    "transform": lambda world, folder: world.fitted.transform(world.images[:2]),
+    "score": lambda world, folder: world.fitted.score(world.images, world.names),
+    "save": saved,
+    "load": lambda world, folder: SimpleCNAPSClassifier.load(world.saved, device="cpu").transform(world.images[:2]),
+    "pickling": lambda world, folder: pickle.loads(pickle.dumps(world.fitted)).transform(world.images[:2]),
+    "export_onnx": exported,
+    "evaluate_source": evaluated,
+    "plots": drawn,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_leaves_the_process_as_it_was_and_repeats_to_the_bit(name: str, world: World, tmp_path: Path) -> None:
+    call = CALLS[name]
+    fitted = [world.fitted.model_, world.fitted.task_.support_features, world.fitted.classes_, world.vectors.means_]
+    arguments = [world.features, world.labels, world.queries, world.model, world.images, *fitted]
+    before = bits(arguments)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    with process_unchanged():
+        first = bits(call(world, tmp_path / "first"))
+    with other_process_state(), process_unchanged():
+        second = bits(call(world, tmp_path / "second"))
+    assert first == second
+    assert bits(arguments) == before
+
+
+def test_every_public_name_and_every_method_of_the_classifiers_is_called_here() -> None:
+    called = inspect.getsource(sys.modules[__name__]).partition("def test_")[0]
+    heads = {head.__name__ for head in HEADS.values()}
+    assert [name for name in fewshot_mahalanobis.__all__ if f"{name}(" not in called and name not in heads] == []
+    for classifier in (SimpleCNAPSClassifier, MahalanobisClassifier):
+        own = vars(classifier).items()
+        methods = [name for name, value in own if isinstance(value, FunctionType | classmethod) and name[0] != "_"]
+        assert [name for name in methods if f".{name}(" not in called] == []
+
+
+def test_training_leaves_the_process_as_it_was_and_repeats_to_the_bit(tmp_path: Path) -> None:
+    root = tmp_path / "source"
+    for k in range(5):
+        (root / f"class{k}").mkdir(parents=True)
+        for i, image in enumerate(random_images(3, seed=k)):
+            Image.fromarray(image).save(root / f"class{k}" / f"{i}.png")
+    phases = ((1.0, SIZE),)
+    first = PretrainRecipe((str(root),), epochs=1, batch_size=8, phases=phases, image_size=SIZE)
+
+    def trained(folder: Path) -> Any:
+        backbone = pretrain(first, folder / "backbone", device="cpu", progress=False)
+        second = MetaTrainRecipe(
+            (str(root),),
+            str(tmp_path / "run0" / "backbone" / "backbone.safetensors"),
+            tasks=1,
+            tasks_per_step=1,
+            phases=phases,
+            model={"image_size": SIZE},
+        )
+        return bits([backbone, meta_train(second, folder / "model", device="cpu", progress=False)])
+
+    with process_unchanged():
+        weights = trained(tmp_path / "run0")
+    with other_process_state():
+        torch.set_grad_enabled(True)  # training needs gradients
+        with process_unchanged():
+            assert trained(tmp_path / "run1") == weights
+
+
+def test_importing_every_module_leaves_the_process_as_it_was() -> None:
+    """In a fresh interpreter, in which the packages that it depends on are imported already."""
+    program = f"""
+from __future__ import annotations
+import copy, importlib, locale, logging, os, pkgutil, random, signal, socket, sys, warnings
+from pathlib import Path
+from typing import Any
+import matplotlib, numpy as np, torch
+from PIL import Image, ImageFile
+import filelock, hypothesis, hypothesis.extra.numpy, huggingface_hub, joblib, matplotlib.figure, matplotlib.patches
+import platformdirs, requests, safetensors.torch
+import scipy, sklearn.base, sklearn.covariance, sklearn.datasets, sklearn.utils.validation, tqdm.auto, typer
+import torch.utils.data
+{inspect.getsource(process_state)}
+before = process_state()
+import fewshot_mahalanobis
+for module in pkgutil.walk_packages(fewshot_mahalanobis.__path__, "fewshot_mahalanobis."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+after = process_state()
+sys.exit(", ".join(name for name in before if before[name] != after[name]) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_the_batch_size_moves_features_by_rounding_alone(batch_size: int, world: World) -> None:
+    """Convolutions add in an order that may depend on the batch: float32 features agree to 2^-16 of the largest."""
+    whole = world.fitted.transform(world.images)
+    classifier = classifier_of(world).set_params(batch_size=batch_size)
+    features = classifier.transform(world.images)
+    assert np.abs(features - whole).max() <= 2.0**-16 * np.abs(whole).max()
+    decoded = torch.cat(list(ImageBatches(world.images, SIZE, batch_size=batch_size)))
+    assert torch.equal(decoded, images_of(world))

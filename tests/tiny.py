@@ -1,0 +1,53 @@
+"""A classifier whose network is one convolution, for tests in which the network is not the point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
+
+LABELS = ["blue", "green", "red", "green", "blue", "red", "green", "blue"]
+
+
+class TinyExtractor(nn.Module):
+    """Images (n, 3, 32, 32) -> features (n, 512); like a GPU, it can be too small for a batch."""
+
+    out_features = 512
+    largest_batch = 10**9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, self.out_features, 8, stride=8)
+        self.batches: list[int] = []
+
+    def folded(self, film: Any) -> TinyExtractor:
+        return self
+
+    def forward(self, images: Tensor, film: Any = None) -> Tensor:
+        if len(images) > self.largest_batch:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory (played)")
+        self.batches.append(len(images))
+        return self.conv1(images).float().mean(dim=(2, 3))
+
+
+def tiny_model() -> SimpleCNAPS:
+    with torch.device("meta"):
+        model = SimpleCNAPS(adaptation="none", image_size=32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.feature_extractor = TinyExtractor()  # type: ignore[assignment]
+    return model.eval()
+
+
+def pictures(n: int, seed: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, size=(n, 12, 12, 3), dtype=np.uint8)
+
+
+def tiny_classifier(**arguments: Any) -> SimpleCNAPSClassifier:
+    """Fitted to three classes."""
+    return SimpleCNAPSClassifier(tiny_model(), device="cpu", **arguments).fit(pictures(8, 1), LABELS)
