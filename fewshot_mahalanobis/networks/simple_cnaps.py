@@ -262,7 +262,8 @@ class SimpleCNAPS(
             A key is missing or unknown, a shape differs, or the weights are Transductive CNAPS's.
         """
         config, weights = convert_published_state_dict(state_dict)
-        model = cls(**config)
+        with torch.random.fork_rng(devices=[]):  # initial weights, soon replaced
+            model = cls(**config)
         try:
             model.load_state_dict(weights)
         except RuntimeError as error:

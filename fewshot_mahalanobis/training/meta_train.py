@@ -240,6 +240,7 @@ def meta_train(
             batch_size=None,
             sampler=range(start * recipe.tasks_per_step, steps * recipe.tasks_per_step),
             num_workers=workers,
+            generator=torch.Generator(),  # else the workers' seed is drawn from the global one
         )
     )
     saved = reported = time.monotonic()

@@ -174,7 +174,13 @@ def pretrain(
         start = state["step"]
 
     loader: Iterator[tuple[Tensor, Tensor]] = iter(
-        DataLoader(batches, batch_size=None, sampler=range(start, steps), num_workers=workers)
+        DataLoader(
+            batches,
+            batch_size=None,
+            sampler=range(start, steps),
+            num_workers=workers,
+            generator=torch.Generator(),  # else the workers' seed is drawn from the global one
+        )
     )
     saved = reported = time.monotonic()
     losses: list[Tensor] = []
