@@ -119,7 +119,16 @@ def test_ctrl_c_in_a_first_fit_leaves_an_unfitted_classifier() -> None:
     assert fitted_state(classifier) == {}
 
 
+@pytest.fixture
+def python_answers_ctrl_c() -> Iterator[None]:
+    """A process that was started in the background ignores the signal, which its children inherit."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
+@pytest.mark.usefixtures("python_answers_ctrl_c")
 @pytest.mark.parametrize("method", ["fit", "partial_fit", "predict", "transform"])
 def test_an_interrupt_signal_while_images_are_decoded_ends_the_threads_and_changes_nothing(
     method: str, monkeypatch: pytest.MonkeyPatch
