@@ -151,6 +151,8 @@ def download(name: str, root: str | Path) -> None:
         There is no such data set, or torchvision has no download of it; the message says how to get it.
     ImportError
         torchvision is not installed.
+    OSError
+        The download failed.
     """
     if name not in DATA_SETS:
         raise ValueError(f"no data set {name!r}; there are {', '.join(DATA_SETS)}")
@@ -158,12 +160,14 @@ def download(name: str, root: str | Path) -> None:
         raise ValueError(f"torchvision does not download {DATA_SETS[name].title}. {DATA_SETS[name].how_to_get}")
     data_set = _torchvision(DATA_SETS[name].torchvision)
     if name == "omniglot":
-        data_set(root, background=True, download=True)
-        data_set(root, background=False, download=True)
-    elif name in TEST_ONLY:
-        data_set(root, train=False, download=True)
+        parts: list[dict[str, Any]] = [{"background": True}, {"background": False}]
     else:
-        data_set(root, download=True)
+        parts = [{"train": False} if name in TEST_ONLY else {}]
+    try:
+        for part in parts:
+            data_set(root, **part, download=True)
+    except RuntimeError as error:  # torchvision's form of a failed download
+        raise OSError(f"{DATA_SETS[name].title} could not be downloaded: {error}") from error
 
 
 @cache

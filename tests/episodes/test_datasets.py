@@ -367,3 +367,14 @@ def test_the_projects_zips_give_meta_dataset_episodes():
 def test_the_packages_splits_are_meta_datasets(path):
     name = path.stem.removesuffix("_alphabets")
     assert class_split(name) == {split: tuple(names) for split, names in json.loads(path.read_text()).items()}
+
+
+@pytest.mark.parametrize("name", ["omniglot", "mnist", "dtd"])
+def test_a_failed_download_names_the_data_set(name, tmp_path, monkeypatch):
+    def failing(root, **settings):
+        assert settings.pop("download")
+        raise RuntimeError("no mirror answered")
+
+    monkeypatch.setattr(datasets, "_torchvision", lambda _: failing)
+    with pytest.raises(OSError, match=f"{datasets.DATA_SETS[name].title} could not be downloaded: no mirror answered"):
+        datasets.download(name, tmp_path)
