@@ -50,5 +50,7 @@ copybutton_prompt_text = "$ "
 
 html_theme = "pydata_sphinx_theme"
 html_title = "fewshot_mahalanobis"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False, "show_prev_next": False}
 html_show_sourcelink = False

@@ -1,16 +1,17 @@
-"""What the support set alone can settle: the temperature of probabilities and the ridge beta.
+"""What the support set alone can settle: the temperature of probabilities, the threshold of rejection, the ridge beta.
 
 Every support example was unseen by the classifier fitted to the others, and its logits under that classifier are
 exact and cheap (``Head.leave_one_out_logits``). So a few-shot task has validation data after all: for the temperature
 of Guo et al., "On Calibration of Modern Neural Networks", ICML 2017, without which a softmax over distances (Bateni et
-al., CVPR 2020, equation 1) is as sure as the distances are large, right or wrong; and for beta of equation 3, which
-presumes a scale of features that not every network has.
+al., CVPR 2020, equation 1) is as sure as the distances are large, right or wrong; for how far from all classes a query
+may be before it is of none (``rejection.py``); and for beta of equation 3, which presumes a scale of features that not
+every network has.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +19,86 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from fewshot_mahalanobis.covariance import RegularizedCovariance, check_support
+from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.rejection import outlier_score, rejection_threshold
 
 #: Candidates for beta, in units of the features' mean variance, strongest first: 10^1.5 to 10^-3.
 BETA_GRID = tuple(10.0 ** (half / 2) for half in range(3, -7, -1))
+#: Of one made-up example, spread over all classes, this much is added to those that a temperature is fitted to.
+_DOUBT = 0.25
+
+
+class Calibration(NamedTuple):
+    """What turns logits into probabilities and refusals."""
+
+    temperature: float  # predict_proba is softmax(logits / temperature)
+    threshold: float | None  # outlier scores above it are of no class; None where no query is refused
+
+
+def calibrate(
+    head: Head[Any],
+    features: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | str,
+    false_rejection_rate: float,
+    reject: bool,
+) -> Calibration:
+    """Settle the temperature and, where queries may be rejected, the threshold on a support set.
+
+    Parameters
+    ----------
+    head : Head
+    features : Tensor of shape (n, d)
+    labels : int64 Tensor of shape (n,)
+        0..k-1, every class with at least one example.
+    temperature : float or "auto"
+        "auto" fits it to left-out examples; where no class has two and nothing can be left out, it is 1.
+    false_rejection_rate : float
+        Share of the queries of known classes that the threshold is to reject, in (0, 1).
+    reject : bool
+        Whether a threshold is wanted.
+
+    Returns
+    -------
+    Calibration
+
+    Raises
+    ------
+    ValueError
+        A setting is out of its range, a threshold is wanted and no class has two examples, or as ``head``.
+    """
+    check_settings(temperature, false_rejection_rate)
+    on_cpu = labels.cpu()
+    counts = on_cpu.bincount()[on_cpu]
+    paired = counts > 1  # the others have no class of their own left when they are left out
+    if reject and not paired.any():
+        raise ValueError(
+            "unknown_label needs a class of at least two examples, as the threshold is found by leaving one out: add "
+            "examples, or leave unknown_label out and set a threshold of your own on outlier_score"
+        )
+    if not paired.any() or not (reject or temperature == "auto"):
+        return Calibration(1.0 if isinstance(temperature, str) else float(temperature), None)
+    with torch.no_grad():
+        logits = head.leave_one_out_logits(features, labels).cpu().double()
+    if isinstance(head, MahalanobisHead | EuclideanHead):
+        # Of n_k examples with covariance S, one lies tr(Q^-1 S) (1 + 1 / (n_k - 1)) from the mean of the others on
+        # average, but a query tr(Q^-1 S) (1 + 1 / n_k) from the mean of all. The ratio is 1 - 1 / n_k^2.
+        own = on_cpu[:, None]
+        logits = logits.scatter(1, own, (1 - 1 / counts.double().square())[:, None] * logits.gather(1, own))
+    return Calibration(
+        fit_temperature(logits[paired], on_cpu[paired]) if isinstance(temperature, str) else float(temperature),
+        rejection_threshold(outlier_score(logits[paired]), false_rejection_rate) if reject else None,
+    )
+
+
+def check_settings(temperature: float | str, false_rejection_rate: float) -> None:
+    """Raise ValueError unless :func:`calibrate` takes these settings."""
+    if temperature != "auto" and (isinstance(temperature, str) or not (temperature > 0 and math.isfinite(temperature))):
+        raise ValueError(f'temperature must be positive and finite, or "auto", got {temperature!r}')
+    if not 0 < false_rejection_rate < 1:
+        raise ValueError(f"false_rejection_rate must lie between 0 and 1, got {false_rejection_rate!r}")
 
 
 class _Fit(NamedTuple):
@@ -33,8 +110,9 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """Temperature T under which softmax(logits / T) has the smallest cross-entropy on ``labels``.
 
     Where every example is classified rightly, the likelihood is largest for T = 0, which no finite sample can mean.
-    So the targets are those of Laplace's rule, as Platt uses them for two classes: of N examples the true class gets
-    (N + 1) / (N + k) and each other class 1 / (N + k).
+    So a quarter of an example is spread over the k classes, in the way of Platt: with c = 1 / 4k, of N examples the
+    true class gets (N + c) / (N + 1 / 4) and each other class c / (N + 1 / 4). A whole example for each class, as Platt
+    adds, made probabilities of few shots far too modest on validation classes.
 
     Parameters
     ----------
@@ -58,11 +136,13 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     ----------
     Platt: Probabilistic Outputs for Support Vector Machines. Advances in Large Margin Classifiers, 1999.
     """
-    return _fit(logits, labels).temperature
+    return _fit(logits, labels, _DOUBT / logits.shape[1]).temperature
 
 
 def choose_beta(covariance: RegularizedCovariance, features: Tensor, labels: Tensor) -> float:
     """Beta of equation 3 under which left-out examples are told best: the smallest cross-entropy, T fitted to each.
+
+    Targets are softened by Laplace's rule: of N examples the true class gets (N + 1) / (N + k).
 
     Parameters
     ----------
@@ -93,18 +173,20 @@ def choose_beta(covariance: RegularizedCovariance, features: Tensor, labels: Ten
     losses = []
     for factor in BETA_GRID:
         candidate = RegularizedCovariance(factor * variance, covariance.task_covariance, covariance.one_shot_covariance)
-        losses.append(_fit(-leave_one_out_distance(candidate, features, labels), labels).loss)
+        losses.append(_fit(-leave_one_out_distance(candidate, features, labels), labels, 1.0).loss)
     return BETA_GRID[int(np.argmin(losses))] * variance
 
 
-def _fit(logits: Tensor, labels: Tensor) -> _Fit:
+def _fit(logits: Tensor, labels: Tensor, added: float) -> _Fit:
+    """Temperature of the smallest cross-entropy, with ``added`` examples of every class beside each one's own."""
     logits, labels = logits.detach().double().cpu(), labels.cpu()
     told = torch.isfinite(logits.gather(1, labels[:, None]))[:, 0]
     if not told.any():
         raise ValueError("a temperature is fitted on left-out examples: at least one class needs two")
     logits, labels = logits[told], labels[told]
     n, k = logits.shape
-    targets = torch.full_like(logits, 1 / (n + k)).scatter(1, labels[:, None], (n + 1) / (n + k))
+    total = n + k * added
+    targets = torch.full_like(logits, added / total).scatter(1, labels[:, None], (n + added) / total)
     spread = float(logits.std(dim=1).mean()) if k > 1 else 0.0
     if spread == 0.0:
         return _Fit(1.0, math.log(k))

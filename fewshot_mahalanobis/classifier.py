@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -25,15 +26,26 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from fewshot_mahalanobis.calibration import Calibration, calibrate, check_settings
 from fewshot_mahalanobis.checkpoints import load_checkpoint
-from fewshot_mahalanobis.checkpoints.format import check_finite, checked_settings, read_tensors
+from fewshot_mahalanobis.checkpoints.format import (
+    check_finite,
+    check_network,
+    checked_settings,
+    empty_model,
+    filled_model,
+    read_tensors,
+)
+from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
 from fewshot_mahalanobis.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.networks.film import BlockFilm, Film
-from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS
+from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask, SimpleCNAPS
-from fewshot_mahalanobis.onnx_export import write_onnx
+from fewshot_mahalanobis.onnx_export import write_onnx, write_program
+from fewshot_mahalanobis.rejection import labels_to_give, nearest_or_none, outlier_score
+from fewshot_mahalanobis.sharing import write_repository
 
 Result = TypeVar("Result")
 
@@ -57,7 +69,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     ----------
     checkpoint : str, path or SimpleCNAPS, default="default"
         The pretrained model: a name of :func:`available_checkpoints`, a folder, a Hub repository
-        ("user/repo", optionally "@revision"), or the module itself, of which a copy is used.
+        ("user/repo", optionally "@revision"), or the module itself, of which a copy is used:
+        :meth:`SimpleCNAPS.from_backbone` makes one on any other network.
     head : str or nn.Module, default="mahalanobis"
         How queries are classified on the adapted features: "mahalanobis", "euclidean", "manhattan", "cosine",
         "dot_product", or "linear" (the learned classifier of CNAPS, which only a checkpoint trained with it
@@ -67,12 +80,22 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     device : str or torch.device, default="auto"
         Where the network runs; "auto" is CUDA where there is one, else the CPU.
     precision : {"auto", "float32", "bfloat16"}, default="auto"
-        Of the network's convolutions; the head always computes in float32 or better. "auto" is bfloat16 on
-        CUDA devices that have it natively and float32 elsewhere. Other than float32, results may vary in
-        their third digit with the batch an image is in.
+        Of the network's convolutions; the head always computes in float32 or better. "auto" is bfloat16 for the FiLM
+        ResNet18 where the processor (AVX512-BF16, AMX) or the CUDA device has it natively, float32 elsewhere and for
+        other backbones: twice as fast on a CPU, with the effect on predictions that the page "How fast" tells. In
+        bfloat16 features may vary in their third digit with the batch that an image is in, in float32 in their sixth.
     batch_size : int, default=64
         Images in work at a time. It bounds memory and does not change results. One that does not fit into CUDA's
         memory is halved until it does, with a warning.
+    temperature : float or "auto", default=1.0
+        T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits it to support images that are
+        left out one at a time; where no class has two of them, it is 1.
+    unknown_label : str, int or float, optional
+        What ``predict`` answers for an image that is too foreign to every class. It is no class, and of the labels'
+        type. Needs a class of two support images.
+    false_rejection_rate : float, default=0.05
+        Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). With n support images
+        the smallest that can be had is 1 / (n + 1).
     n_jobs : int, optional
         Threads that decode images, counted as scikit-learn does (-1: all cores). Default: the usable
         cores, at most 4.
@@ -86,7 +109,11 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     class_counts_ : int64 ndarray of shape (k,)
         Support images of each class.
     n_features_out_ : int
-        Entries of a feature vector, 512.
+        Entries d of a feature vector, 512 unless the model has another backbone.
+    temperature_ : float
+        ``temperature``, or what "auto" chose.
+    threshold_ : float or None
+        ``predict`` answers ``unknown_label`` where :meth:`outlier_score` is above it; None without ``unknown_label``.
     device_ : torch.device
     model_ : SimpleCNAPS
         The pretrained model, unadapted.
@@ -111,6 +138,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     classes_: NDArray[Any]
     class_counts_: NDArray[np.int64]
     n_features_out_: int
+    temperature_: float
+    threshold_: float | None
     device_: torch.device
     model_: SimpleCNAPS
     task_: AdaptedTask
@@ -124,6 +153,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         device: str | torch.device = "auto",
         precision: str = "auto",
         batch_size: int = 64,
+        temperature: float | str = 1.0,
+        unknown_label: Any = None,
+        false_rejection_rate: float = 0.05,
         n_jobs: int | None = None,
         verbose: int = 0,
     ) -> None:
@@ -133,6 +165,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         self.device = device
         self.precision = precision
         self.batch_size = batch_size
+        self.temperature = temperature
+        self.unknown_label = unknown_label
+        self.false_rejection_rate = false_rejection_rate
         self.n_jobs = n_jobs
         self.verbose = verbose
 
@@ -159,10 +194,16 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         ValueError
             An image or a label cannot be used (the message names it; :class:`~fewshot_mahalanobis.images.ImageError`
             for images), their numbers differ, there is one class only, or a constructor argument is unknown.
+
+        Warns
+        -----
+        UserWarning
+            ``false_rejection_rate`` is smaller than so few support images can vouch for.
         """
         device = _device(self.device)
-        dtype = _dtype(self.precision, device)
+        _check_precision(self.precision)
         model = self._pretrained().to(device)
+        dtype = _dtype(self.precision, model)
         head = _head(self.head, model)
         batches = self._batches(X, model.image_size)
         labels = _checked_labels(y, batches.n_images)
@@ -225,12 +266,27 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             return copy.deepcopy(self.checkpoint).eval()
         return load_checkpoint(self.checkpoint)
 
-    def _set_state(self, task: AdaptedTask, classes: NDArray[Any], **others: Any) -> None:
+    def _set_state(
+        self, task: AdaptedTask, classes: NDArray[Any], calibration: Calibration | None = None, **others: Any
+    ) -> None:
+        answers = labels_to_give(classes, self.unknown_label)
+        if calibration is None:
+            calibration = calibrate(
+                task.head,
+                task._head_space(task.support_features),
+                task.support_labels,
+                temperature=self.temperature,
+                false_rejection_rate=self.false_rejection_rate,
+                reject=self.unknown_label is not None,
+            )
         fitted = {
             "task_": task,
             "classes_": classes,
             "class_counts_": np.bincount(task.support_labels.cpu().numpy(), minlength=len(classes)),
             "n_features_out_": task.support_features.shape[1],
+            "temperature_": calibration.temperature,
+            "threshold_": calibration.threshold,
+            "_answers": answers,
             **others,
         }
         self.__dict__.update(fitted)  # in one step: an interruption comes before it or after it
@@ -250,7 +306,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         Returns
         -------
         ndarray of shape (m,)
-            Of the type given to ``fit``.
+            Of the type given to ``fit``. ``unknown_label``, where there is one, for images whose :meth:`outlier_score`
+            is above ``threshold_``.
 
         Raises
         ------
@@ -258,8 +315,24 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         ValueError
             An image cannot be used; the message names it.
         """
-        chosen = [logits.argmax(dim=1).cpu() for logits in self._logits(X, "predict")]
-        return self.classes_[torch.cat(chosen).numpy()]
+        chosen = [nearest_or_none(logits, self.threshold_) for logits in self._logits(X, "predict")]
+        return self._answers[np.concatenate(chosen)]
+
+    def outlier_score(self, X: Any) -> NDArray[np.float64]:
+        """How foreign images are to all classes: minus the largest logit of each.
+
+        Defined without ``unknown_label`` too, for a threshold of your own.
+
+        Parameters
+        ----------
+        X : collection of m images
+
+        Returns
+        -------
+        float64 ndarray of shape (m,)
+            Larger is more foreign; for the Mahalanobis head s times the squared distance to the nearest class.
+        """
+        return torch.cat([outlier_score(logits).cpu() for logits in self._logits(X, "outlier_score")]).numpy()
 
     def decision_function(self, X: Any) -> NDArray[np.float32]:
         """Logits of query images; for the Mahalanobis head -s times the squared distance to each class.
@@ -278,7 +351,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         return (logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits).numpy()
 
     def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
-        """Log-probabilities of the classes: the log-softmax of the logits (equation 1).
+        """Log-probabilities of the known classes: the log-softmax of the logits over T (equation 1 where T is 1).
 
         Parameters
         ----------
@@ -290,10 +363,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             Columns in the order of ``classes_``.
         """
         logits = torch.cat([logits.cpu() for logits in self._logits(X, "predict_proba")])
-        return torch.log_softmax(logits.double(), dim=1).numpy()
+        return torch.log_softmax(logits.double() / self.temperature_, dim=1).numpy()
 
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
-        """Probabilities of the classes: the softmax of the logits (equation 1).
+        """Probabilities of the known classes: the softmax of the logits over T (equation 1 where T is 1).
 
         Parameters
         ----------
@@ -315,7 +388,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
 
         Returns
         -------
-        float32 ndarray of shape (m, 512)
+        float32 ndarray of shape (m, d)
         """
         check_is_fitted(self)
         batches = self._batches(X, self.model_.image_size)
@@ -383,7 +456,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             self.device_ = device
             self.model_.to(device)
             head = self.model_.head if packed["head"] is None else packed["head"].to(device)
-            task = AdaptedTask(self.model_, _film_to(packed["film"], device), head, _dtype(self.precision, device))
+            task = AdaptedTask(self.model_, _film_to(packed["film"], device), head, _dtype(self.precision, self.model_))
             self.task_ = task.refit(packed["support_features"], packed["support_labels"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -424,10 +497,14 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
                 "adapt": bool(self.adapt),
                 "precision": self.precision,
                 "batch_size": int(self.batch_size),
+                "temperature": self.temperature if isinstance(self.temperature, str) else float(self.temperature),
+                "unknown_label": None if self.threshold_ is None else self._answers.tolist()[-1],
+                "false_rejection_rate": float(self.false_rejection_rate),
                 "n_jobs": None if self.n_jobs is None else int(self.n_jobs),
                 "verbose": int(self.verbose),
             },
             "labels": {"dtype": self.classes_.dtype.str, "classes": self.classes_.tolist()},
+            "calibration": {"temperature": self.temperature_, "threshold": self.threshold_},
         }
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as folder:
             temporary = Path(folder) / path.name
@@ -438,7 +515,13 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             os.replace(temporary, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "auto") -> SimpleCNAPSClassifier:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: str | torch.device = "auto",
+        *,
+        checkpoint: SimpleCNAPS | nn.Module | None = None,
+    ) -> SimpleCNAPSClassifier:
         """Read a classifier that :meth:`save` wrote, on this or another device.
 
         Parameters
@@ -446,6 +529,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         path : path
         device : str or torch.device, default="auto"
             Where it is to run, whatever it ran on before.
+        checkpoint : nn.Module or SimpleCNAPS, optional
+            The network, for a classifier on a module given to :meth:`SimpleCNAPS.from_backbone`: the file holds its
+            weights, not its code. The module, or a model made of it; a copy is used.
 
         Returns
         -------
@@ -456,7 +542,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         ------
         FileNotFoundError
         ValueError
-            The file is of another kind, of a newer version, damaged or incomplete.
+            The file is of another kind, of a newer version, damaged or incomplete, or its network is wanted and is not
+            given, or is another.
+        ImportError
+            Its network is one of timm, and timm is absent.
         """
         path = Path(path)
         if not path.is_file():
@@ -471,10 +560,14 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         if metadata.get("format") != _FILE_FORMAT:
             raise ValueError(f"{path} is a safetensors file, but not one that SimpleCNAPSClassifier.save wrote")
         header = _checked_header(path, metadata.get("classifier", ""))
+        network = checkpoint
+        if isinstance(checkpoint, SimpleCNAPS):
+            network = getattr(checkpoint.feature_extractor, "network", checkpoint.feature_extractor)
+        check_network(str(path), header["model"], network, "SimpleCNAPSClassifier.load(path, checkpoint=network)")
         try:
-            # Neither memory nor the global random generator is spent on what the file is compared with.
+            model = empty_model(checked_settings(header["model"], "the model's settings"), network)
+            # No memory is spent on what the file is compared with.
             with torch.device("meta"):
-                model = SimpleCNAPS(**checked_settings(header["model"], "the model's settings"))
                 film = _empty_film() if any(name.startswith("film.") for name in names) else None
                 tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
                 tensors |= _film_tensors(film) | {
@@ -488,6 +581,91 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             return cls._restored(model, header, tensors, device, target)
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{path} is incomplete, damaged or does not fit together: {error}") from error
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        thumbnails: tuple[Any, ArrayLike] | None = None,
+    ) -> str:
+        """Put the fitted classifier into a repository of the Hugging Face Hub, with a model card.
+
+        The card tells the classes, their numbers of support images, the settings, and the accuracy on support images
+        that were left out. A fitted classifier has no images, so none are shared unless they are handed over here.
+
+        Parameters
+        ----------
+        repo_id : str
+            ``"user/repo"``; made if it is absent.
+        private : bool, optional
+            Of a new repository; by default as the account has it, which is public for most.
+        token : str or bool, optional
+            With write permission; by default that of ``hf auth login``.
+        thumbnails : (X, y), optional
+            Images and their labels, as for ``fit``: the first five of each class are shown on the card, for everyone
+            who sees the repository, at 84 x 84 pixels and without their files' metadata.
+
+        Returns
+        -------
+        str
+            Address of the commit.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+        ValueError
+            ``head`` cannot be saved (see :meth:`save`), or a thumbnail or its label cannot be used.
+        UploadError
+            The repository cannot be written; it is what it was.
+        """
+        check_is_fitted(self)
+        if thumbnails is not None:
+            images, labels = thumbnails
+            thumbnails = images, _checked_labels(labels, self._batches(images, 1).n_images)
+        with tempfile.TemporaryDirectory() as name:
+            write_repository(self, Path(name), repo_id, thumbnails)
+            return upload(Path(name), repo_id, private=private, token=token, message="Push fitted classifier")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | os.PathLike[str],
+        *,
+        device: str | torch.device = "auto",
+        token: str | bool | None = None,
+        checkpoint: SimpleCNAPS | nn.Module | None = None,
+    ) -> SimpleCNAPSClassifier:
+        """Read a classifier that :meth:`push_to_hub` put on the Hugging Face Hub.
+
+        Parameters
+        ----------
+        name : str or path
+            ``"user/repo"`` or ``"user/repo@revision"``, or a folder with a copy of a repository. Downloads are kept in
+            ``huggingface_hub``'s cache, which serves without a connection.
+        device : str or torch.device, default="auto"
+            As for :meth:`load`.
+        token : str or bool, optional
+            For a private repository; by default that of ``hf auth login``.
+        checkpoint : SimpleCNAPS or nn.Module, optional
+            As for :meth:`load`.
+
+        Returns
+        -------
+        SimpleCNAPSClassifier
+            Fitted.
+
+        Raises
+        ------
+        DownloadError
+            There is no such repository, revision or connection, or no fitted classifier in it.
+        ValueError
+            As :meth:`load` raises.
+        """
+        folder = Path(name)
+        file = classifier_file(folder, str(name)) if folder.is_dir() else hub_classifier(str(name), token=token)
+        return cls.load(file, device, checkpoint=checkpoint)
 
     def export_onnx(self, path: str | os.PathLike[str]) -> None:
         """Write the adapted network and its fitted head as one ONNX file, in float32.
@@ -512,6 +690,26 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         check_is_fitted(self)
         write_onnx(self.model_, self.task_, path, self.classes_.tolist())
 
+    def export_program(self, path: str | os.PathLike[str]) -> None:
+        """Write the adapted network and its fitted head as one ``torch.export`` program (.pt2), in float32.
+
+        For PyTorch without this package: ``torch.export.load(path, extra_files).module()(images)`` gives the logits.
+        Input and output are those of :meth:`export_onnx`. The labels are the extra file "classes", as JSON.
+
+        Parameters
+        ----------
+        path : path
+            Ends in ".pt2". An existing file is replaced, whole or not at all.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+        ValueError
+            As :meth:`export_onnx` raises it.
+        """
+        check_is_fitted(self)
+        write_program(self.model_, self.task_, path, self.classes_.tolist())
+
     @classmethod
     def _restored(
         cls,
@@ -526,18 +724,21 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             for name, tensor in tensors.items()
             if name.startswith("model.")
         }
-        model.load_state_dict(weights, assign=True)
-        model.eval().to(target)
+        model = filled_model(model, weights).to(target)
         checkpoint = header["checkpoint"] if header["checkpoint"] is not None else model
         parameters = {**header["parameters"], "head": _head_from_json(header["parameters"]["head"])}
         classifier = cls(checkpoint, device=device, **parameters)
         film = _film_to(_film_from_tensors(tensors), target)
-        task = AdaptedTask(model, film, _head(classifier.head, model), _dtype(classifier.precision, target))
+        task = AdaptedTask(model, film, _head(classifier.head, model), _dtype(classifier.precision, model))
         task = task.refit(tensors["support_features"], tensors["support_labels"])
         classes = _labels_from_json(header["labels"])
         if len(classes) != int(task.support_labels.max()) + 1:
             raise ValueError(f"{len(classes)} labels for {int(task.support_labels.max()) + 1} classes")
-        classifier._set_state(task, classes, device_=target, model_=model)
+        unknown = classifier.unknown_label  # whose length every label takes in one array of text
+        if isinstance(unknown, str) and 4 * len(unknown) * (len(classes) + 1) > _MOST_LABEL_BYTES:
+            raise ValueError(f"an unknown_label of {len(unknown)} characters")
+        calibration = _calibration_from_json(header["calibration"], classifier)
+        classifier._set_state(task, classes, calibration, device_=target, model_=model)
         return classifier
 
 
@@ -550,13 +751,33 @@ def _device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device {device!r} cannot be used here: {error}") from error
 
 
-def _dtype(precision: str, device: torch.device) -> torch.dtype:
-    if precision == "auto":
-        native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        precision = "bfloat16" if native else "float32"
-    if precision not in ("float32", "bfloat16"):
+def _check_precision(precision: str) -> None:
+    if precision not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"precision must be 'auto', 'float32' or 'bfloat16', got {precision!r}")
+
+
+def _dtype(precision: str, model: SimpleCNAPS) -> torch.dtype:
+    """Precision of the convolutions of a model where it is."""
+    _check_precision(precision)
+    if precision == "auto":
+        # The effect on predictions has been measured for this network alone.
+        rounded = isinstance(model.feature_extractor, FilmResNet18) and _native_bfloat16(model.device)
+        precision = "bfloat16" if rounded else "float32"
     return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def _native_bfloat16(device: torch.device) -> bool:
+    """Whether convolutions in bfloat16 are instructions of the device, not emulated."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    # Before torch had that: questions of its own, which some versions lack.
+    questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, question, lambda: False)() for question in questions)
 
 
 def _within_memory(compute: Callable[[int], Result], batch_size: int) -> tuple[Result, int]:
@@ -594,6 +815,9 @@ def _head(head: str | nn.Module, model: SimpleCNAPS) -> Head:
             f"the checkpoint has no trained linear head, its head is {model.config['head']!r}: "
             "choose another head or a checkpoint of CNAPS"
         )
+    if head == "mahalanobis":  # with the settings that the checkpoint has for it
+        settings = [model.config[name] for name in ("beta", "task_covariance", "one_shot_covariance")]
+        return MahalanobisHead(RegularizedCovariance(*settings), model.config["scale"]).to(model.device)
     return HEADS[head]().to(model.device)
 
 
@@ -662,17 +886,29 @@ def _label_kind(value: Any) -> str | None:
 # -------------------------------------------------------------------- files
 
 
-#: Fields of the header of a saved classifier, and of two of them, with their types in JSON.
-_HEADER = {"version": int, "digest": str, "model": dict, "checkpoint": str | None, "parameters": dict, "labels": dict}
+#: Fields of the header of a saved classifier, and of three of them, with their types in JSON.
+_HEADER = {
+    "version": int,
+    "digest": str,
+    "model": dict,
+    "checkpoint": str | None,
+    "parameters": dict,
+    "labels": dict,
+    "calibration": dict,
+}
 _PARAMETERS = {
     "head": str | dict,
     "adapt": bool,
     "precision": str,
     "batch_size": int,
+    "temperature": str | float,
+    "unknown_label": str | int | float | None,
+    "false_rejection_rate": float,
     "n_jobs": int | None,
     "verbose": int,
 }
 _LABELS = {"dtype": str, "classes": list}
+_CALIBRATION = {"temperature": float, "threshold": float | None}
 #: Most bytes of a file's labels as an array: a hostile dtype may be of any width.
 _MOST_LABEL_BYTES = 2**28
 
@@ -692,6 +928,7 @@ def _checked_header(path: Path, text: str) -> dict[str, Any]:
     _check_fields(path, "its header", header, _HEADER)
     _check_fields(path, "its parameters", header["parameters"], _PARAMETERS)
     _check_fields(path, "its labels", header["labels"], _LABELS)
+    _check_fields(path, "its calibration", header["calibration"], _CALIBRATION)
     return header
 
 
@@ -713,6 +950,18 @@ def _labels_from_json(labels: Mapping[str, Any]) -> NDArray[Any]:
     if _checked_labels(array, len(classes)).tolist() != classes or np.unique(array).tolist() != classes:
         raise ValueError(f"labels that are not sorted, not different or not of type {labels['dtype']!r}")
     return array
+
+
+def _calibration_from_json(values: Mapping[str, Any], classifier: SimpleCNAPSClassifier) -> Calibration:
+    """What a saved classifier was calibrated to; ValueError if it cannot be."""
+    check_settings(classifier.temperature, classifier.false_rejection_rate)
+    calibration = Calibration(**values)
+    if not (calibration.temperature > 0 and math.isfinite(calibration.temperature)):
+        raise ValueError(f"a temperature of {calibration.temperature}")
+    threshold = calibration.threshold
+    if (threshold is None) != (classifier.unknown_label is None) or (threshold and not math.isfinite(threshold)):
+        raise ValueError(f"a threshold of {threshold} with unknown_label={classifier.unknown_label!r}")
+    return calibration
 
 
 def _smallest_lossless(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,6 +58,38 @@ class Precision(str, Enum):
     bfloat16 = "bfloat16"
 
 
+class Schedule(str, Enum):
+    """Learning rate of meta-training over its steps."""
+
+    constant = "constant"
+    cosine = "cosine"
+
+
+class EpisodeKind(str, Enum):
+    """Episodes of meta-training."""
+
+    variable = "variable"
+    fixed = "fixed"
+    small = "small"
+
+
+# What both training commands take.
+Sources = Annotated[
+    list[str] | None,
+    typer.Argument(help="Folders or zips of class folders; PATH:SPLIT names a split. With --root, data sets by name."),
+]
+Config = Annotated[
+    Path | None, typer.Option(help="TOML file of settings, by their names here with _ for -; options here win over it.")
+]
+Root = Annotated[str | None, typer.Option(help="Folder of the data sets that are given as NAME:SPLIT.")]
+TrainingPrecision = Annotated[Precision, typer.Option(help="Precision of the convolutions.")]
+TrainingDevice = Annotated[str, typer.Option(help='"auto" (a GPU where there is one) or "cpu".')]
+Lazy = Annotated[
+    bool, typer.Option("--lazy", help="Decode images when they are asked for, not once into memory (21 kB an image).")
+]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write logs for TensorBoard to the run folder too.")]
+
+
 @app.command()
 def demo(
     picture: Annotated[Path, typer.Option("--picture", "-o", help="PNG to write.")] = Path("fewshot_demo.png"),
@@ -83,6 +118,12 @@ def fit(
         str, typer.Option(help="mahalanobis, euclidean, manhattan, cosine or dot_product.")
     ] = "mahalanobis",
     adapt: Annotated[bool, typer.Option(help="Adapt the network to the support set.")] = True,
+    unknown_label: Annotated[
+        str | None, typer.Option(help="Label for images that are too foreign to every class; else they get a class.")
+    ] = None,
+    false_rejection_rate: Annotated[
+        float, typer.Option(help="Share of the images of known classes that get --unknown-label by mistake.")
+    ] = 0.05,
     skip_errors: SkipErrors = False,
     device: Device = "auto",
 ) -> None:
@@ -95,6 +136,8 @@ def fit(
         fewshot-mahalanobis fit photos/ -o flowers.safetensors
 
         fewshot-mahalanobis fit labels.csv -o flowers.safetensors --skip-errors
+
+        fewshot-mahalanobis fit photos/ -o flowers.safetensors --unknown-label "no flower"
     """
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
     from fewshot_mahalanobis.episodes.sources import image_files
@@ -107,7 +150,14 @@ def fit(
         readable = [(path, label) for path, label in zip(paths, labels, strict=True) if path not in problems]
         if lost := sorted(set(labels) - {label for _, label in readable}):
             raise ValueError(f"no image of class {lost[0]!r} can be read: {output} is not written")
-        classifier = SimpleCNAPSClassifier(checkpoint, head=head, adapt=adapt, device=device)
+        classifier = SimpleCNAPSClassifier(
+            checkpoint,
+            head=head,
+            adapt=adapt,
+            device=device,
+            unknown_label=unknown_label,
+            false_rejection_rate=false_rejection_rate,
+        )
         classifier.fit([path for path, _ in readable], [label for _, label in readable]).save(output)
     counts = ", ".join(f"{name} {n}" for name, n in zip(classifier.classes_, classifier.class_counts_, strict=True))
     typer.echo(f"{output}: {len(classifier.classes_)} classes ({counts})")
@@ -130,6 +180,7 @@ def predict(
 
     CSV has the columns path and label, a column for each class with --proba, and label_1, probability_1, label_2, ...
     with --top-k. JSON is a list of objects with "path", "label", and "probabilities" and "top" where asked for.
+    Probabilities are those of the known classes, also where the label is the unknown one.
 
     For example:
 
@@ -158,6 +209,7 @@ def predict(
             if proba or top_k is not None:
                 found_probabilities = classifier.predict_proba(arrays)
                 probabilities += found_probabilities.tolist()
+            if classifier.threshold_ is None and (proba or top_k is not None):  # spares a pass through the network
                 labels += classifier.classes_[found_probabilities.argmax(axis=1)].tolist()
             else:
                 labels += classifier.predict(arrays).tolist()
@@ -180,45 +232,91 @@ def predict(
     _list_skipped(problems, len(paths))
 
 
+@app.command("app")
+def run_app(
+    checkpoint: Annotated[str, typer.Option(help="Name, folder or Hub repository.")] = "default",
+    model: Annotated[
+        Path | None, typer.Option(help="File written by `fit`, whose classes to start with, instead of a checkpoint.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help='Address to listen at; "0.0.0.0" lets other machines of the network in.')
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Default: the first free one from 7860 on.")
+    ] = None,
+    share: Annotated[
+        bool, typer.Option("--share", help="Also make a public address, through Gradio's server.")
+    ] = False,
+    device: Device = "auto",
+) -> None:
+    """Open a page in the browser: name classes, drop images, classify, download the model.
+
+    For example:
+
+        fewshot-mahalanobis app
+
+        fewshot-mahalanobis app --model flowers.safetensors --port 8000
+    """
+    with _clear_errors():
+        if model is not None and checkpoint != "default":
+            raise ValueError("--checkpoint and --model exclude each other: a model file has its own network")
+        from fewshot_mahalanobis.app import make_page, serve
+        from fewshot_mahalanobis.checkpoints import load_checkpoint
+        from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+
+        start = load_checkpoint(checkpoint) if model is None else SimpleCNAPSClassifier.load(model, device=device)
+        serve(make_page(start, device=device), host=host, port=port, share=share)
+
+
 @app.command()
 def pretrain(
-    sources: Annotated[list[str], typer.Argument(help="Folders or zips of class folders; PATH:SPLIT names a split.")],
+    context: typer.Context,
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; an unfinished run there goes on.")],
+    sources: Sources = None,
+    config: Config = None,
     validation: Annotated[str | None, typer.Option(help="Source of other classes to report on.")] = None,
+    root: Root = None,
     init: Annotated[
         str | None, typer.Option(help="backbone.safetensors of an earlier run to start from; else random weights.")
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1)] = 8,
-    batch_size: Annotated[int, typer.Option(min=2)] = 128,
-    peak_lr: Annotated[float, typer.Option(help="Highest learning rate, at batch size 128.")] = 0.2,
-    device: Device = "auto",
+    epochs: Annotated[int, typer.Option(min=1)] = PretrainRecipe.epochs,
+    batch_size: Annotated[int, typer.Option(min=2, help="Of all processes together.")] = PretrainRecipe.batch_size,
+    peak_lr: Annotated[float, typer.Option(help="Highest learning rate, at batch size 128.")] = PretrainRecipe.peak_lr,
+    precision: TrainingPrecision = Precision.bfloat16,
+    device: TrainingDevice = "auto",
     workers: Workers = 0,
-    seed: Seed = 0,
+    lazy: Lazy = False,
+    tensorboard: TensorBoard = False,
+    seed: Seed = PretrainRecipe.seed,
 ) -> None:
     """Train the backbone as an ordinary classifier; killed and started again, it goes on.
 
-    Example: fewshot-mahalanobis pretrain mini_imagenet_train.zip -o runs/backbone
+    For example:
+
+        fewshot-mahalanobis pretrain mini_imagenet_train.zip -o runs/backbone
+
+        accelerate launch --multi_gpu --num_processes 8 -m fewshot_mahalanobis pretrain --config backbone.toml -o runs/b
     """
-    from fewshot_mahalanobis.training.pretrain import PretrainRecipe
     from fewshot_mahalanobis.training.pretrain import pretrain as run
 
-    recipe = PretrainRecipe(
-        tuple(sources), validation, init=init, epochs=epochs, batch_size=batch_size, peak_lr=peak_lr, seed=seed
-    )
     with _clear_errors():
-        run(recipe, output, device=device, workers=workers)
+        recipe = PretrainRecipe(**_recipe_settings(PretrainRecipe, context, config))
+        run(recipe, output, device=device, workers=workers, lazy=lazy, tensorboard=tensorboard)
     typer.echo(f"{output / 'backbone.safetensors'}")
 
 
 @app.command()
 def meta_train(
-    sources: Annotated[
-        list[str],
-        typer.Argument(help='Folders or zips of class folders, or "glyphs" (drawn here); named twice counts twice.'),
-    ],
-    backbone: Annotated[str, typer.Option(help="backbone.safetensors, written by `pretrain`.")],
+    context: typer.Context,
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; an unfinished run there goes on.")],
-    validation: Annotated[list[str] | None, typer.Option(help="Sources of other classes to report on.")] = None,
+    sources: Sources = None,
+    config: Config = None,
+    backbone: Annotated[str | None, typer.Option(help="backbone.safetensors, written by `pretrain`.")] = None,
+    validation: Annotated[
+        list[str] | None,
+        typer.Option(help="Source of other classes to choose the best checkpoint on; may be repeated."),
+    ] = None,
+    root: Root = None,
     init: Annotated[
         str | None, typer.Option(help="Checkpoint whose adaptation networks to start from; else random weights.")
     ] = None,
@@ -231,73 +329,180 @@ def meta_train(
     scale: Annotated[float, typer.Option(help="s of the Mahalanobis head.")] = 1.0,
     feature_scale: Annotated[
         float, typer.Option(help="Factor on the backbone's features, so that beta = 1 fits.")
-    ] = 1.0,
-    tasks: Annotated[int, typer.Option(min=1)] = 16_000,
-    tasks_per_step: Annotated[int, typer.Option(min=1)] = 16,
-    learning_rate: Annotated[float, typer.Option(help="Adam's, falling to zero by half a cosine.")] = 5e-4,
-    device: Device = "auto",
+    ] = MetaTrainRecipe.feature_scale,
+    tasks: Annotated[int, typer.Option(min=1)] = MetaTrainRecipe.tasks,
+    tasks_per_step: Annotated[int, typer.Option(min=1, help="Of all processes together.")] = (
+        MetaTrainRecipe.tasks_per_step
+    ),
+    learning_rate: Annotated[float, typer.Option(help="Adam's.")] = MetaTrainRecipe.learning_rate,
+    schedule: Annotated[Schedule, typer.Option(help="Of the learning rate; cosine falls to zero.")] = Schedule.constant,
+    episodes: Annotated[
+        EpisodeKind,
+        typer.Option(help="Meta-Dataset's; N-way K-shot; or 5 to 10 ways with 1 to 6 shots."),
+    ] = EpisodeKind.variable,
+    max_way: Annotated[int, typer.Option(min=5, help="Of variable episodes.")] = MetaTrainRecipe.max_way,
+    max_support: Annotated[int, typer.Option(min=5, help="Support images of variable episodes.")] = (
+        MetaTrainRecipe.max_support
+    ),
+    way: Annotated[int, typer.Option(min=2, help="Of fixed episodes.")] = MetaTrainRecipe.way,
+    shot: Annotated[int, typer.Option(min=1, help="Of fixed episodes.")] = MetaTrainRecipe.shot,
+    queries: Annotated[int, typer.Option(min=1, help="Query images a class, at most.")] = MetaTrainRecipe.queries,
+    augment: Annotated[bool, typer.Option(help="See each task through a random camera.")] = MetaTrainRecipe.augment,
+    lite: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bound memory: back-propagate through N random support images a task (LITE)."),
+    ] = MetaTrainRecipe.lite,
+    precision: TrainingPrecision = Precision.bfloat16,
+    validate_every: Annotated[int, typer.Option(min=1, help="Tasks between validations.")] = (
+        MetaTrainRecipe.validate_every
+    ),
+    validation_episodes: Annotated[int, typer.Option(min=1, help="Of each validation source.")] = (
+        MetaTrainRecipe.validation_episodes
+    ),
+    device: TrainingDevice = "auto",
     workers: Workers = 0,
-    seed: Seed = 0,
+    lazy: Lazy = False,
+    tensorboard: TensorBoard = False,
+    seed: Seed = MetaTrainRecipe.seed,
 ) -> None:
     """Train the adaptation networks on episodes, the backbone frozen; killed and started again, it goes on.
 
-    Example: fewshot-mahalanobis meta-train photos.zip glyphs --backbone backbone.safetensors -o runs/meta
+    The source "glyphs" is drawn here; a source that is named twice counts twice.
+
+    For example:
+
+        fewshot-mahalanobis meta-train photos.zip glyphs --backbone backbone.safetensors -o runs/meta
+
+        accelerate launch --multi_gpu --num_processes 8 -m fewshot_mahalanobis meta-train --config paper.toml -o runs/m
     """
-    from fewshot_mahalanobis.training.meta_train import MetaTrainRecipe
     from fewshot_mahalanobis.training.meta_train import meta_train as run
 
-    model = {
-        "adaptation": adaptation,
-        "head": head,
-        "task_covariance": task_covariance,
-        "projection": projection,
-        "scale": scale,
-    }
-    recipe = MetaTrainRecipe(
-        tuple(sources),
-        backbone,
-        tuple(validation or ()),
-        model,
-        init,
-        feature_scale=feature_scale,
-        tasks=tasks,
-        tasks_per_step=tasks_per_step,
-        learning_rate=learning_rate,
-        seed=seed,
-    )
     with _clear_errors():
-        run(recipe, output, device=device, workers=workers)
-    typer.echo(f"{output / 'checkpoint'}")
+        recipe = MetaTrainRecipe(**_recipe_settings(MetaTrainRecipe, context, config, _MODEL_OPTIONS))
+        run(recipe, output, device=device, workers=workers, lazy=lazy, tensorboard=tensorboard)
+    typer.echo(f"{output / ('best' if recipe.validation else 'checkpoint')}")
+
+
+#: Options of `meta-train` that are settings of the model.
+_MODEL_OPTIONS = ("adaptation", "head", "task_covariance", "projection", "scale")
+
+
+def _recipe_settings(
+    recipe: type, context: typer.Context, config: Path | None, model_options: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Arguments of a recipe: what the config file sets, then what the command line does; the rest has its defaults."""
+    from fewshot_mahalanobis.training.recipes import read_settings
+
+    settings = read_settings(config, recipe) if config is not None else {}
+    known = {field.name: field for field in dataclasses.fields(recipe)}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if name in model_options:
+            settings["model"] = {**settings.get("model", {}), name: value}
+        elif name in known:
+            value = getattr(value, "value", value)
+            settings[name] = tuple(value) if isinstance(value, list) else value
+    for name, field in known.items():
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and name not in settings:
+            raise ValueError(f"no {name} given: name it on the command line or in the file of --config")
+    return settings
+
+
+class Protocol(str, Enum):
+    """Episodes of an evaluation."""
+
+    fixed = "fixed"
+    variable = "variable"
+
+
+class TableFormat(str, Enum):
+    """Form of an evaluation's results on standard output."""
+
+    markdown = "markdown"
+    latex = "latex"
+    json = "json"
 
 
 @app.command()
 def evaluate(
-    sources: Annotated[list[str], typer.Argument(help="Folders or zips of class folders; PATH:SPLIT names a split.")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="Folders or zips of class folders; PATH:SPLIT names a split. With --root, data sets by name."
+        ),
+    ],
     checkpoint: Annotated[str, typer.Option(help="Name, folder or Hub repository.")] = "default",
+    protocol: Annotated[
+        Protocol, typer.Option(help="fixed: --way classes, --shot images each. variable: as Meta-Dataset draws them.")
+    ] = Protocol.fixed,
     shots: Annotated[list[int] | None, typer.Option("--shot", help="Support images a class; may be repeated.")] = None,
     way: Annotated[int, typer.Option(min=2, help="Classes an episode.")] = 5,
     queries: Annotated[int, typer.Option(min=1, help="Query images a class.")] = 10,
     episodes: Annotated[int, typer.Option(min=2, help="Episodes a source.")] = 600,
+    heads: Annotated[
+        list[str] | None,
+        typer.Option("--head", help="Compare these heads; may be repeated. Default: mahalanobis and euclidean."),
+    ] = None,
+    adapt: Annotated[
+        bool | None, typer.Option(help="Only with, or only without adaptation.", show_default="both")
+    ] = None,
+    no_task_covariance: Annotated[
+        bool, typer.Option("--no-task-covariance", help='Compare the Mahalanobis head also without it: "-TR".')
+    ] = False,
+    projection: Annotated[bool, typer.Option(help='Without it: compare a "+P" checkpoint also without.')] = True,
+    in_domain: Annotated[
+        list[str] | None,
+        typer.Option(help="Data set it was trained on, for the averages; may be repeated. Known of named checkpoints."),
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="Folder of the data sets that are given as NAME:SPLIT.")] = None,
     results: Annotated[
         Path | None, typer.Option("--results", "-o", help="JSON file; what it holds is not redone.")
     ] = None,
+    table: Annotated[TableFormat, typer.Option("--format", help="What to write to standard output.")] = (
+        TableFormat.markdown
+    ),
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots of accuracy against shots and ways.")] = None,
     precision: Annotated[Precision, typer.Option(help="Precision of the convolutions.")] = Precision.float32,
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Accuracy on episodes of every source, adapted and not, Mahalanobis and Euclidean, with 95 % intervals."""
+    """Accuracy on episodes of every source, adapted and not, Mahalanobis and Euclidean, with 95 % intervals.
+
+    The paper's figures stand beside where it has some for the source and the method.
+
+    For example:
+
+        fewshot-mahalanobis evaluate photos.zip drawings.zip:test --shot 1 --shot 5 -o results.json
+
+        fewshot-mahalanobis evaluate omniglot:test mnist:test --root data --protocol variable --plots plots
+    """
     import torch
 
     from fewshot_mahalanobis.checkpoints import load_checkpoint
+    from fewshot_mahalanobis.evaluation.curves import plot_curves
+    from fewshot_mahalanobis.evaluation.published import IN_DOMAIN, check_in_domain, published_method
+    from fewshot_mahalanobis.evaluation.report import averages, open_sources, to_latex, to_markdown, variants_of
     from fewshot_mahalanobis.evaluation.report import evaluate as run
-    from fewshot_mahalanobis.evaluation.report import to_markdown
     from fewshot_mahalanobis.training.run import choose_device
 
     with _clear_errors():
+        model = load_checkpoint(checkpoint).to(choose_device(device))
+        variants = variants_of(model, heads or (), adapt, task_covariance=not no_task_covariance, projection=projection)
+        if plots is not None and protocol is Protocol.fixed and len(set(shots or (1, 5))) < 2:
+            raise ValueError("--plots needs --protocol variable, or several --shot")
+        domains = IN_DOMAIN.get(checkpoint) if in_domain is None else in_domain
+        if in_domain is not None:
+            check_in_domain(in_domain, [source.name for source in open_sources(sources, root, model.image_size)])
         records = run(
-            load_checkpoint(checkpoint).to(choose_device(device)),
+            model,
             sources,
             shots or (1, 5),
+            variants=variants,
+            protocol=protocol.value,
+            root=root,
             results=results,
             way=way,
             queries=queries,
@@ -305,7 +510,13 @@ def evaluate(
             seed=seed,
             dtype=getattr(torch, precision.value),
         )
-    typer.echo(to_markdown(records))
+        if plots is not None:
+            plot_curves(records, plots)
+    methods = {title: method for title, v in variants.items() if (method := published_method(model.config, v))}
+    if table is TableFormat.json:
+        typer.echo(json.dumps({"records": records, "averages": averages(records, domains)}, indent=1))
+    else:
+        typer.echo({"markdown": to_markdown, "latex": to_latex}[table.value](records, domains, methods))
 
 
 @checkpoints_app.callback(invoke_without_command=True)

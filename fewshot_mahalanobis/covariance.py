@@ -8,17 +8,27 @@ Sigma_k has rank below n_k and Sigma rank below n, so with root matrices B^T B =
 A_k^T A_k = Sigma_k (n_k rows) everything is a product of thin matrices. Two steps, both exact:
 
 1. The part shared by all classes of one shot count, S = (1 - lambda) Sigma + beta I, is whitened once: a linear
-   map T with T^T T = S^-1. For n >= d, T is the inverse Cholesky factor of S. For n < d only an n x n matrix is
+   map T with T^T T = S^-1. For n >= d / 2, T is the inverse Cholesky factor of S. For fewer only an n x n matrix is
    factored: x^T S^-1 x = min_b { ||x - B'^T b||^2 + ||b||^2 } / beta with B' = sqrt((1 - lambda) / beta) B (ridge
    regression and its dual), so T x stacks that residual and those coefficients.
 2. In whitened space Q_k becomes I + F_k^T F_k with F_k = sqrt(lambda_k) A_k T^T (n_k rows). The Woodbury identity
    needs the n_k x n_k matrix I + F_k F_k^T alone, batched over the classes of one shot count.
 
-Operations, with the whitened width p = d for n >= d and d + n otherwise: fit takes n d min(n, d) + min(n, d)^3 / 3 for
-each distinct shot count, then n_k^2 p + n_k^3 / 3 a class; m queries take m d min(n, d) for each distinct shot count
-and m n_k p a class, as matrix products. A class with n_k >= d gets the Cholesky factor of its d x d matrix instead:
-from there on it is cheaper to fit, cheaper per query (d^2 / 2 against n_k d) and no larger (d^2 against n_k d numbers),
-so memory grows with n d either way, and with min(n, d)^2 for each distinct shot count.
+Cost model, in multiplications, with a = n / d and the whitened width p = d by Cholesky, d + n by ridge regression:
+
+    step                                          Cholesky                  ridge regression
+    Sigma, or the n x n products; once            5/8 n d^2                 n^2 d
+    factor, for each distinct shot count          d^3 / 3                   n^2 d / 2 + n^3 / 3
+    whiten the support, likewise                  n d^2 / 2                 2 n^2 d + n^3 / 2
+    in units of d^3                               1/3 + 1.1 a               3.5 a^2 + 0.8 a^3        equal at a = 0.46
+    whiten m queries, for each shot count         m d^2 / 2                 2 m n d + m n^2 / 2
+    their products with n rows                    m n d                     m n (d + n)
+    in units of m d^2                             1/2 + a                   3 a + 1.5 a^2            equal at a = 0.22
+
+so from n = d / 2 on the Cholesky factor pays whatever the number of queries. A class adds n_k^2 p + n_k^3 / 3.
+One with n_k >= d gets the Cholesky factor of its own d x d matrix instead: from there on it is cheaper to fit, cheaper
+per query (d^2 / 2 against n_k d) and no larger (d^2 against n_k d numbers). Memory grows with n d throughout: no matrix
+is larger than 2 n d numbers but the chunks of queries.
 """
 
 from __future__ import annotations
@@ -31,6 +41,8 @@ from torch import Tensor, nn
 
 #: Most numbers in one temporary of a chunk of queries (32 MB in float64).
 _CHUNK_NUMBERS = 2**22
+#: Strips in which Sigma is computed.
+_STRIPS = 4
 #: A difference that keeps less than this many roundings of its terms counts as cancelled (1e-4 of them in float64).
 _CANCELLED = 2.0**39
 #: A Cholesky pivot of fewer roundings than this is noise.
@@ -45,9 +57,11 @@ def check_features(features: Tensor, name: str, width: int | None = None) -> Non
         raise ValueError(f"{name} must be floating point, got {features.dtype}")
     if width is not None and features.shape[1] != width:
         raise ValueError(f"{name} have {features.shape[1]} columns, but the support features had {width}")
-    finite = torch.isfinite(features).all(dim=1)
-    if not finite.all():
-        row = int((~finite).nonzero()[0])
+    if len(features) == 0:
+        return
+    low, high = features.detach().aminmax()  # one pass, in which NaN and infinity show
+    if not (torch.isfinite(low) & torch.isfinite(high)):
+        row = int((~torch.isfinite(features).all(dim=1)).nonzero()[0])
         raise ValueError(f"row {row} of {name} holds NaN or infinity")
 
 
@@ -234,7 +248,7 @@ class ClassGaussians:
         x = x - self._centre
         n, d = x.shape
         self._task = _TaskScatter(x if settings.task_covariance else x[:0], 1.0 / max(n - 1, 1))
-        task_covariance = self._task.covariance() if n >= d else None
+        task_covariance = self._task.covariance() if 2 * n >= d else None
 
         by_class = labels.argsort(stable=True)
         starts = counts.cumsum(0) - counts
@@ -304,7 +318,14 @@ class _TaskScatter:
     scale: float  # 1 / (n - 1)
 
     def covariance(self) -> Tensor:
-        return self.scale * (self.rows.T @ self.rows)
+        """Sigma (d, d). A symmetric matrix is half a matrix: its lower strips take 5/8 of the products."""
+        strips, start = [], 0
+        for strip in self.rows.chunk(_STRIPS, dim=1):
+            stop = start + strip.shape[1]
+            strips.append(nn.functional.pad(strip.T @ self.rows[:, :stop], (0, self.rows.shape[1] - stop)))
+            start = stop
+        lower = self.scale * torch.cat(strips).tril()
+        return lower + lower.tril(-1).T
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,10 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from fewshot_mahalanobis.calibration import calibrate
 from fewshot_mahalanobis.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import MahalanobisHead
+from fewshot_mahalanobis.rejection import labels_to_give, nearest_or_none, outlier_score
 
 
 class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
@@ -32,6 +34,15 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         False leaves the covariance of all classes together out: Q_k = Sigma_k + beta I.
     scale : float, default=1.0
         s > 0. It sharpens the probabilities and does not change the predictions.
+    temperature : float or "auto", default=1.0
+        T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits it to training examples that
+        are left out one at a time; where no class has two of them, it is 1.
+    unknown_label : str or number, optional
+        What ``predict`` answers for a query that is too foreign to every class. It is no class, and of the labels'
+        type. Needs a class of two examples.
+    false_rejection_rate : float, default=0.05
+        Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). With n training examples
+        the smallest that can be had is 1 / (n + 1).
 
     Attributes
     ----------
@@ -43,6 +54,10 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         Class means.
     beta_ : float
         ``beta``, or what "auto" chose.
+    temperature_ : float
+        ``temperature``, or what "auto" chose.
+    threshold_ : float or None
+        ``predict`` answers ``unknown_label`` where :meth:`outlier_score` is above it; None without ``unknown_label``.
     n_features_in_ : int
         Feature width d.
     feature_names_in_ : ndarray of shape (d,)
@@ -56,10 +71,22 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
     array([0])
     """
 
-    def __init__(self, beta: float | str = 1.0, *, task_covariance: bool = True, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        beta: float | str = 1.0,
+        *,
+        task_covariance: bool = True,
+        scale: float = 1.0,
+        temperature: float | str = 1.0,
+        unknown_label: Any = None,
+        false_rejection_rate: float = 0.05,
+    ) -> None:
         self.beta = beta
         self.task_covariance = task_covariance
         self.scale = scale
+        self.temperature = temperature
+        self.unknown_label = unknown_label
+        self.false_rejection_rate = false_rejection_rate
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> MahalanobisClassifier:
         """Fit the Gaussian of each class.
@@ -73,7 +100,12 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         Raises
         ------
         ValueError
-            On invalid data or parameters.
+            On invalid data or parameters. The estimator is then as it was.
+
+        Warns
+        -----
+        UserWarning
+            ``false_rejection_rate`` is smaller than so few examples can vouch for.
         """
         fresh = copy(self)
         features, labels = validate_data(fresh, X, y, dtype=np.float64)
@@ -126,9 +158,20 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         """Fit ``fresh``, a copy of this estimator, and take its place: an error leaves this one untouched."""
         fresh._features, fresh._labels, fresh._allowed = np.array(features), np.array(labels), allowed
         fresh.classes_, indices, fresh.class_counts_ = np.unique(labels, return_inverse=True, return_counts=True)
-        fresh._head = MahalanobisHead(RegularizedCovariance(self.beta, self.task_covariance), self.scale)
-        fresh._gaussians = fresh._head.fit(torch.from_numpy(fresh._features), torch.tensor(indices, dtype=torch.int64))
+        fresh._answers = labels_to_give(fresh.classes_, self.unknown_label)
+        support, targets = torch.from_numpy(fresh._features), torch.tensor(indices, dtype=torch.int64)
+        covariance = RegularizedCovariance(self.beta, self.task_covariance).on(support, targets)
+        fresh._head = MahalanobisHead(covariance, self.scale)
+        fresh._gaussians = fresh._head.fit(support, targets)
         fresh.means_, fresh.beta_ = fresh._gaussians.means.numpy(), fresh._gaussians.beta
+        fresh.temperature_, fresh.threshold_ = calibrate(
+            fresh._head,
+            support,
+            targets,
+            temperature=self.temperature,
+            false_rejection_rate=self.false_rejection_rate,
+            reject=self.unknown_label is not None,
+        )
         self.__dict__ = fresh.__dict__
         return self
 
@@ -142,15 +185,22 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         logits = self._logits(X).numpy()
         return logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits
 
+    def outlier_score(self, X: ArrayLike) -> NDArray[np.float64]:
+        """How foreign each row is to all classes, shape (n,): s times the squared distance to the nearest class mean.
+
+        Larger is more foreign. Defined without ``unknown_label`` too.
+        """
+        return outlier_score(self._logits(X)).numpy()
+
     def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """Label of the nearest class for each row, shape (n,)."""
-        nearest = self._logits(X).argmax(dim=1).numpy()
-        return self.classes_[nearest]
+        """Label of the nearest class for each row, shape (n,), or ``unknown_label`` where even that is too far."""
+        logits = self._logits(X)
+        return self._answers[nearest_or_none(logits, self.threshold_)]
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Probability of each class (equation 1), shape (n, k), in the order of ``classes_``."""
-        return self._logits(X).softmax(dim=1).numpy()
+        """Probability of each known class (equation 1, at the temperature), shape (n, k), in ``classes_``'s order."""
+        return (self._logits(X) / self.temperature_).softmax(dim=1).numpy()
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Logarithms of the probabilities, shape (n, k); finite where a probability rounds to zero."""
-        return self._logits(X).log_softmax(dim=1).numpy()
+        return (self._logits(X) / self.temperature_).log_softmax(dim=1).numpy()

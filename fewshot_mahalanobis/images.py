@@ -338,7 +338,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     elif image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
 
 
 def _array_to_pil(image: NDArray[Any] | Tensor) -> Image.Image:

@@ -1,11 +1,13 @@
-"""A fitted classifier as one ONNX graph: images in, logits out, nothing of this package needed to run it."""
+"""A fitted classifier as one graph, ONNX or torch.export: images in, logits out, this package not needed to run it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,36 +49,77 @@ def write_onnx(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[st
     ImportError
         The packages onnx and onnxscript are absent.
     ValueError
-        The head has no form as a graph, or its matrices are too large for a file.
+        The head or the backbone has no form as a graph, or the head's matrices are too large for a file.
     """
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch's exporter imports it)
     except ImportError as error:
         raise ImportError("the ONNX export needs more packages: pip install fewshot-mahalanobis[onnx]") from error
-    graph = _Graph(model, task).cpu().eval()
-    example = torch.zeros(2, 3, model.image_size, model.image_size)
-    program = torch.onnx.export(
-        graph,
-        (example,),
-        dynamo=True,
-        dynamic_shapes=({0: torch.export.Dim("n")},),
-        input_names=["images"],
-        output_names=["logits"],
-        verbose=False,
-    )
+    graph, example, shapes = _graph_and_example(model, task)
+    try:
+        program = torch.onnx.export(
+            graph,
+            example,
+            dynamo=True,
+            dynamic_shapes=shapes,
+            input_names=["images"],
+            output_names=["logits"],
+            verbose=False,
+        )
+    except torch.onnx.OnnxExporterError as error:
+        raise ValueError(f"torch's exporter cannot make a graph of this backbone: {error}") from error
     assert program is not None
     proto = program.model_proto
+    onnx.helper.set_model_props(proto, _properties(model, classes))
+    with _replaced(path) as temporary:
+        onnx.save(proto, temporary)
+
+
+def write_program(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], classes: list[Any]) -> None:
+    """Write an adapted task as a ``torch.export`` program.
+
+    Parameters
+    ----------
+    model, task, path, classes
+        As for :func:`write_onnx`; the labels are an extra file of the program.
+
+    Raises
+    ------
+    ValueError
+        As :func:`write_onnx` raises it.
+    """
+    graph, example, shapes = _graph_and_example(model, task)
+    try:
+        program = torch.export.export(graph, example, dynamic_shapes=shapes)
+    except RuntimeError as error:  # torch's own are subclasses
+        raise ValueError(f"torch.export cannot make a program of this backbone: {error}") from error
+    with _replaced(path) as temporary:
+        torch.export.save(program, temporary, extra_files=_properties(model, classes))
+
+
+def _graph_and_example(model: SimpleCNAPS, task: AdaptedTask) -> tuple[nn.Module, tuple[Tensor], tuple[Any]]:
+    """The graph as a module, what it is called with, and which of its sizes may be any."""
+    example = torch.zeros(2, 3, model.image_size, model.image_size)
+    return _Graph(model, task).cpu().eval(), (example,), ({0: torch.export.Dim("n")},)
+
+
+def _properties(model: SimpleCNAPS, classes: list[Any]) -> dict[str, str]:
+    """What a file says of itself."""
     size = model.image_size
-    properties = {
+    return {
         "classes": json.dumps(classes),
         "input": f"images (n, 3, {size}, {size}), RGB, float32: value / 127.5 - 1",
         "output": "logits (n, k), a column for each entry of 'classes'; their softmax gives probabilities",
     }
-    onnx.helper.set_model_props(proto, properties)
+
+
+@contextlib.contextmanager
+def _replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A file to write that takes the place of ``path`` once it is whole."""
     path = Path(path)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as folder:
-        onnx.save(proto, Path(folder) / path.name)
+        yield Path(folder) / path.name
         os.replace(Path(folder) / path.name, path)
 
 
@@ -188,9 +231,9 @@ class _MahalanobisGraph(nn.Module):
             means = gaussians.means
         self.scale, self.beta, self.everything = head.scale, float(covariance.beta), everything
         self.register_buffer("centre", centre.float())
-        self.register_buffer("basis", basis.float())
+        self.register_buffer("basis", basis.float().contiguous())
         self.register_buffer("means", means.float()[:, None])  # (k, 1, r)
-        self.register_buffer("roots", torch.linalg.cholesky(gaussians.precision()).float())  # L_k (k, r, r)
+        self.register_buffer("roots", torch.linalg.cholesky(gaussians.precision()).float().contiguous())  # L_k
 
     def forward(self, x: Tensor) -> Tensor:
         x = x - self.centre

@@ -125,8 +125,7 @@ def plot_task(
             for axis, index in zip(row, indices):
                 _show(axis, images[index])
     for axis, label in zip(support_axes[:, 0], rows, strict=True):
-        name = axis.text(-0.12, 0.5, str(label), transform=axis.transAxes, ha="right", va="center", fontsize=10)
-        name.set_in_layout(False)
+        axis.text(-0.12, 0.5, str(label), transform=axis.transAxes, ha="right", va="center", fontsize=10)
         if not axis.get_visible():  # a label without support keeps its name
             axis.set_visible(True)
             axis.set_axis_off()

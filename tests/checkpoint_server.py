@@ -7,10 +7,15 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+import pytest
 
 
 def git_blob_id(content: bytes) -> str:
@@ -69,6 +74,17 @@ def send(
         handler.wfile.write(body)
 
 
+def read_body(handler: BaseHTTPRequestHandler) -> bytes:
+    if handler.headers.get("Transfer-Encoding") != "chunked":
+        return handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    chunks = []
+    while size := int(handler.rfile.readline(), 16):
+        chunks.append(handler.rfile.read(size))
+        handler.rfile.readline()
+    handler.rfile.readline()
+    return b"".join(chunks)
+
+
 def send_and_drop(handler: BaseHTTPRequestHandler, body: bytes, after: int, ranges: bool = True) -> None:
     """Send ``after`` bytes of what is asked for, then drop the connection."""
     asked = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", "")) if ranges else None
@@ -80,10 +96,18 @@ def send_and_drop(handler: BaseHTTPRequestHandler, body: bytes, after: int, rang
 class Hub:
     """The routes of a model hub that ``snapshot_download`` and ``push_to_hub`` use, over files in memory."""
 
-    def __init__(self) -> None:
+    server: Server
+
+    def __init__(self, large_files: tuple[str, ...] = ()) -> None:
+        #: files that are uploaded on their own, before the commit, as the hub asks for large ones
+        self.large_files = large_files
         #: repository -> commits, oldest first; each commit has all its files
         self.commits: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
         self.tags: dict[tuple[str, str], str] = {}
+        #: what /api/repos/create was asked for, and the tokens of all requests
+        self.created: list[dict[str, Any]] = []
+        self.tokens: set[str | None] = set()
+        self._large: dict[str, bytes] = {}  # by SHA-256: uploaded, perhaps not yet in a commit
 
     def commit(self, repo: str, files: dict[str, bytes], tag: str | None = None) -> str:
         """Add a commit with these files to those of the commit before it; -> its id."""
@@ -104,9 +128,11 @@ class Hub:
 
     def __call__(self, handler: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(handler.path).path)
-        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        body = read_body(handler)
+        self.tokens.add(handler.headers.get("Authorization"))
         if path == "/api/repos/create":
             wanted = json.loads(body)
+            self.created.append(wanted)
             repo = f"{wanted['organization']}/{wanted['name']}"
             self.commits.setdefault(repo, [])
             return self._json(handler, {"url": f"http://{handler.headers['Host']}/{repo}", "id": repo})
@@ -114,6 +140,16 @@ class Hub:
             return self._json(handler, {"errors": [], "warnings": []})
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|revision|tree)/([^/]+)", path):
             return self._api(handler, *match.groups(), body)
+        if re.fullmatch(r"/[^/]+/[^/]+\.git/info/lfs/objects/batch", path):  # large files: where each goes
+            asked = json.loads(body)["objects"]
+            upload = {"href": f"http://{handler.headers['Host']}/large"}
+            wanted = [
+                {**entry, **({} if entry["oid"] in self._large else {"actions": {"upload": upload}})} for entry in asked
+            ]
+            return self._json(handler, {"transfer": "basic", "objects": wanted})
+        if path == "/large" and handler.command == "PUT":
+            self._large[hashlib.sha256(body).hexdigest()] = body
+            return send(handler, b"")
         if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             commit = self._at(match[1], match[2])
             if commit is None or match[3] not in commit[1]:
@@ -127,16 +163,27 @@ class Hub:
             return self._json(handler, {"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
         if verb == "preupload":
             files = json.loads(body)["files"]
-            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+            modes = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"] in self.large_files else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in files
+            ]
             return self._json(handler, {"files": modes})
         if verb == "commit":
             lines = [json.loads(line) for line in body.splitlines()]
+            contents = {
+                "file": lambda value: base64.b64decode(value["content"]),
+                "lfsFile": lambda value: self._large[value["oid"]],
+            }
             sha = self.commit(
                 repo,
                 {
-                    line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                    line["value"]["path"]: contents[line["key"]](line["value"])
                     for line in lines
-                    if line["key"] == "file"
+                    if line["key"] in contents
                 },
             )
             url = f"http://{handler.headers['Host']}/{repo}/commit/{sha}"
@@ -157,3 +204,20 @@ class Hub:
     @staticmethod
     def _json(handler: BaseHTTPRequestHandler, answer: Any, status: int = 200, **headers: str) -> None:
         send(handler, json.dumps(answer).encode(), status, content_type="application/json", **headers)
+
+
+@contextmanager
+def hub_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, large_files: tuple[str, ...] = ()
+) -> Iterator[Hub]:
+    """``huggingface_hub`` talks to a hub on 127.0.0.1 and keeps its cache in ``cache``."""
+    hub, constants = Hub(large_files), huggingface_hub.constants
+    with Server(hub) as server:
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # a protocol of its own, which needs the real hub
+        hub.server = server
+        yield hub

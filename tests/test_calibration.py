@@ -34,11 +34,11 @@ def test_the_temperature_scales_with_the_logits(scale: float) -> None:
 
 
 def test_faultless_examples_give_no_certainty() -> None:
-    """With N examples all right, the mean probability of the true class is that of Laplace's rule."""
+    """With N examples all right, their probability is that of N and a quarter, the quarter spread over the classes."""
     logits = 100.0 * F.one_hot(torch.arange(3).repeat_interleave(4)).float()
     labels = logits.argmax(dim=1)
     probability = torch.softmax(logits / fit_temperature(logits, labels), dim=1)[0, 0]
-    assert float(probability) == pytest.approx(13 / 15, rel=1e-3)
+    assert float(probability) == pytest.approx((12 + 1 / 12) / 12.25, rel=1e-3)
 
 
 def test_examples_alone_in_their_class_are_left_out() -> None:

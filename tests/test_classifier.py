@@ -72,7 +72,7 @@ def queries() -> Pictures:
 
 @pytest.fixture(scope="module")
 def fitted(model: SimpleCNAPS, support: Pictures) -> SimpleCNAPSClassifier:
-    return SimpleCNAPSClassifier(model).fit(support, SUPPORT_LABELS)
+    return SimpleCNAPSClassifier(model, precision="float32").fit(support, SUPPORT_LABELS)
 
 
 def paths_of(images: Pictures, folder: Path) -> list[str]:
@@ -187,7 +187,10 @@ def test_every_kind_of_collection_gives_the_same_answer(
     for kind in (paths, [Image.open(path) for path in paths], queries / 255, tensor, tensor / 255, list(queries)):
         assert (fitted.decision_function(kind) == expected).all()
     mixed = [Image.fromarray(support[0]), *list(support[1:])]
-    assert (SimpleCNAPSClassifier(model).fit(mixed, SUPPORT_LABELS).decision_function(queries) == expected).all()
+    assert (
+        SimpleCNAPSClassifier(model, precision="float32").fit(mixed, SUPPORT_LABELS).decision_function(queries)
+        == expected
+    ).all()
 
 
 def test_answers_do_not_depend_on_batches_company_or_support_order(
@@ -196,7 +199,7 @@ def test_answers_do_not_depend_on_batches_company_or_support_order(
     expected = fitted.decision_function(queries)
     order = np.random.default_rng(3).permutation(len(support))
     for batch_size in (1, 3, 1000):
-        classifier = SimpleCNAPSClassifier(model, batch_size=batch_size, n_jobs=2)
+        classifier = SimpleCNAPSClassifier(model, precision="float32", batch_size=batch_size, n_jobs=2)
         classifier.fit(support[order], np.array(SUPPORT_LABELS)[order])
         assert_close(classifier.decision_function(queries), expected)
     alone = np.concatenate([fitted.decision_function(queries[i : i + 1]) for i in range(len(queries))])
@@ -207,17 +210,19 @@ def test_renaming_the_classes_permutes_the_columns(
     fitted: SimpleCNAPSClassifier, model: SimpleCNAPS, support: Pictures, queries: Pictures
 ) -> None:
     names = {"blue": "z", "green": "y", "red": "x"}
-    classifier = SimpleCNAPSClassifier(model).fit(support, [names[label] for label in SUPPORT_LABELS])
+    classifier = SimpleCNAPSClassifier(model, precision="float32").fit(
+        support, [names[label] for label in SUPPORT_LABELS]
+    )
     assert_close(classifier.decision_function(queries)[:, ::-1], fitted.decision_function(queries))
 
 
 def test_adaptation_can_be_left_out(model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
-    plain = SimpleCNAPSClassifier(model, adapt=False).fit(support, SUPPORT_LABELS)
+    plain = SimpleCNAPSClassifier(model, precision="float32", adapt=False).fit(support, SUPPORT_LABELS)
     assert plain.task_.film is None
     with torch.no_grad():
         features = model.feature_extractor(torch.cat(list(ImageBatches(queries, SIZE))))
     assert_close(plain.transform(queries), features.numpy())
-    adapted = SimpleCNAPSClassifier(model).fit(support, SUPPORT_LABELS)
+    adapted = SimpleCNAPSClassifier(model, precision="float32").fit(support, SUPPORT_LABELS)
     assert np.abs(adapted.transform(queries) - plain.transform(queries)).max() > 1e-3
 
 
@@ -242,7 +247,7 @@ def test_a_head_object_is_used_and_left_alone(
     fitted: SimpleCNAPSClassifier, model: SimpleCNAPS, support: Pictures, queries: Pictures
 ) -> None:
     head = MahalanobisHead(RegularizedCovariance(beta=0.5), scale=2.0)
-    classifier = SimpleCNAPSClassifier(model, head=head).fit(support, SUPPORT_LABELS)
+    classifier = SimpleCNAPSClassifier(model, precision="float32", head=head).fit(support, SUPPORT_LABELS)
     assert_close(classifier.decision_function(queries), 4 * fitted.decision_function(queries))
     assert classifier.head is head
     assert classifier.task_.head is not head
@@ -267,10 +272,10 @@ def test_partial_fit_equals_one_fit_under_the_first_adaptation(
 ) -> None:
     rounds = [["red", "green", "red", "green"], ["green", "blue", "blue"], ["red"]]
     pictures = [drawn(labels, seed) for seed, labels in enumerate(rounds)]
-    classifier = SimpleCNAPSClassifier(model)
+    classifier = SimpleCNAPSClassifier(model, precision="float32")
     for x, y in zip(pictures, rounds):
         assert classifier.partial_fit(x, y) is classifier
-    first = SimpleCNAPSClassifier(model).fit(pictures[0], rounds[0])
+    first = SimpleCNAPSClassifier(model, precision="float32").fit(pictures[0], rounds[0])
     features = torch.from_numpy(first.transform(np.concatenate(pictures)))
     labels = torch.tensor([sorted(COLOURS).index(label) for labels in rounds for label in labels])
     expected = first.task_.refit(features, labels).logits(torch.cat(list(ImageBatches(queries, SIZE))))
@@ -282,8 +287,8 @@ def test_partial_fit_equals_one_fit_under_the_first_adaptation(
 
 def test_partial_fit_without_adaptation_equals_fit(model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
     labels = np.array(SUPPORT_LABELS)
-    whole = SimpleCNAPSClassifier(model, adapt=False).fit(support, labels)
-    parts = SimpleCNAPSClassifier(model, adapt=False)
+    whole = SimpleCNAPSClassifier(model, precision="float32", adapt=False).fit(support, labels)
+    parts = SimpleCNAPSClassifier(model, precision="float32", adapt=False)
     for chosen in (slice(0, 2), slice(2, 6), slice(6, 8)):
         parts.partial_fit(support[chosen], labels[chosen])
     assert_close(parts.decision_function(queries), whole.decision_function(queries))
@@ -324,7 +329,8 @@ def test_partial_fit_refuses_labels_of_another_type_and_keeps_its_state(
 def test_constructor_arguments_are_kept_and_cloned(model: SimpleCNAPS, support: Pictures) -> None:
     arguments = {
         "checkpoint": "somewhere", "head": "cosine", "adapt": False, "device": "cpu", "precision": "float32",
-        "batch_size": 3, "n_jobs": 2, "verbose": 0,
+        "batch_size": 3, "temperature": 2.0, "unknown_label": -1, "false_rejection_rate": 0.1, "n_jobs": 2,
+        "verbose": 0,
     }  # fmt: skip
     classifier = SimpleCNAPSClassifier(**arguments)  # type: ignore[arg-type]
     assert classifier.get_params() == arguments
@@ -627,7 +633,7 @@ def test_the_onnx_file_gives_the_same_logits_and_names_the_classes(
     pytest.importorskip("onnxscript")
     labels = ["red", "green", "blue", "red", "green", "red"]  # blue has one shot
     checkpoint = SimpleCNAPS(image_size=SIZE, **settings) if settings else model
-    classifier = SimpleCNAPSClassifier(checkpoint, **arguments).fit(drawn(labels, 1), labels)
+    classifier = SimpleCNAPSClassifier(checkpoint, precision="float32", **arguments).fit(drawn(labels, 1), labels)
     classifier.export_onnx(tmp_path / "a.onnx")
     assert [file.name for file in tmp_path.iterdir()] == ["a.onnx"]
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])

@@ -254,7 +254,7 @@ def test_no_tensor_is_larger_than_the_support_features_and_the_chunk(
     features, labels, queries = make_task(15, [1, 4] * (ways // 2), d, queries=300, scale=100.0)
     with LargestTensor() as largest:
         RegularizedCovariance(**settings)(features, labels).squared_distance(queries)  # type: ignore[arg-type]
-    # Whitened features have d + n entries where n < d; matrices d x d per class would be far larger.
+    # Whitened features have d + n entries where n < d / 2; matrices d x d per class would be far larger.
     bound = max(10_000, queries.numel(), len(labels) * (d + min(len(labels), d)))
     assert largest.numbers <= bound < ways * d * d
 

@@ -13,13 +13,16 @@ from typing import Any
 import click
 import numpy as np
 import pytest
+import timm
 import typer.main
 from PIL import Image
+from safetensors.torch import save
 from typer.testing import CliRunner
 
 import fewshot_mahalanobis
 from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.episodes.datasets import class_split
+from tests.checkpoint_server import hub_on_this_machine
 from tests.episodes import trees
 
 ROOT = Path(__file__).parents[1]
@@ -64,12 +67,18 @@ def build_data_sets(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*wordnet:UserWarning")  # ImageNet's hierarchy, which the page tells of
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, folder_of_a_user: Path) -> None:
+def test_the_code_of_a_page_runs_from_top_to_bottom(
+    page: Path, folder_of_a_user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if page.stem == "data":
         build_data_sets(folder_of_a_user)
     names: dict[str, Any] = {}
-    for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), names)
+    with hub_on_this_machine(monkeypatch, folder_of_a_user / "cache") as hub:
+        if page.stem == "backbones":  # random weights for the network of timm that the page names
+            weights = save(timm.create_model("resnet18").state_dict())
+            hub.commit("timm/resnet18.a1_in1k", {"model.safetensors": weights})
+        for block in blocks(page, "python"):
+            exec(compile(block, str(page), "exec"), names)
 
 
 def test_pages_hold_no_code_of_a_language_that_is_not_tested() -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import struct
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis import classifier as classifier_module
 from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
+from fewshot_mahalanobis.episodes.sources import load_source
 
 SIZE = 32
 LABELS = ["blue", "green", "red", "blue", "green"]
@@ -167,6 +169,20 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
         (("parameters",), "head", {"scale": 1.0, "covariance": [0.0, True, "zero"]}, "does not fit together"),
         (("parameters",), "head", {"scale": 1.0, "covariance": [1.0] * 9}, "does not fit together"),
         (("parameters",), "checkpoint", "/etc", "must have the fields"),
+        (("parameters",), "temperature", 0.0, "temperature must be positive"),
+        (("parameters",), "temperature", float("inf"), "temperature must be positive"),
+        (("parameters",), "temperature", "warm", "temperature must be positive"),
+        (("parameters",), "temperature", None, "'temperature'"),
+        (("parameters",), "false_rejection_rate", 1.0, "between 0 and 1"),
+        (("parameters",), "false_rejection_rate", float("nan"), "between 0 and 1"),
+        (("parameters",), "unknown_label", "grey", "a threshold of None"),
+        (("parameters",), "unknown_label", ["grey"], "'unknown_label'"),
+        ((), "calibration", {"temperature": 1.0}, "must have the fields"),
+        (("calibration",), "temperature", -1.0, "a temperature of -1.0"),
+        (("calibration",), "temperature", float("nan"), "a temperature of nan"),
+        (("calibration",), "temperature", True, "'temperature'"),
+        (("calibration",), "threshold", 1.0, "a threshold of 1.0"),
+        (("calibration",), "threshold", "1", "'threshold'"),
         (("labels",), "dtype", 3, "'dtype'"),
         (("labels",), "dtype", "nonsense", "does not fit together"),
         (("labels",), "dtype", "<U500000000", "labels of type"),
@@ -208,6 +224,24 @@ def test_a_wrong_field_is_refused_without_memory_for_it(
         assert tracemalloc.get_traced_memory()[1] < 64e6
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("unknown", "threshold", "message"),
+    [
+        ("red", 1.0, "is the label of a class"),
+        (7, 1.0, "not of the type of the labels"),
+        ("grey", float("inf"), "a threshold of inf"),
+        ("grey" * 1000, 1.0, "an unknown_label of 4000 characters"),
+    ],
+)
+def test_an_answer_for_unknown_images_that_cannot_be_is_refused(
+    unknown: Any, threshold: float, message: str, forgery: Forgery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classifier_module, "_MOST_LABEL_BYTES", 2**12)
+    forgery.json["parameters"]["unknown_label"] = unknown
+    forgery.json["calibration"]["threshold"] = threshold
+    assert_refused(forgery.write(), message)
 
 
 FIRST = "model.feature_extractor.conv1.weight"
@@ -395,3 +429,75 @@ def test_a_published_state_dict_of_anything_else_is_refused(model: SimpleCNAPS) 
     ):
         with pytest.raises(ValueError, match=r"published|keys"):
             SimpleCNAPS.from_published_state_dict(state_dict)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param("", id="empty"),
+        pytest.param("null", id="null"),
+        pytest.param("[" * 100_000, id="deep list"),
+        pytest.param('{"scale": ' + "9" * 6000 + "}", id="long number"),
+        pytest.param(" " * (1 << 24), id="long"),
+        pytest.param('{"adaptation": "none", "model_file": "../../etc/passwd"}', id="unknown field"),
+        pytest.param("\udcff", id="no text"),
+    ],
+)
+def test_from_pretrained_refuses_a_hostile_configuration_as_load_checkpoint_does(
+    config: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes(config.encode("utf-8", "surrogateescape"))
+    os.link(checkpoint / "model.safetensors", tmp_path / "model.safetensors")
+    tracemalloc.start()
+    try:
+        for load in (load_checkpoint, SimpleCNAPS.from_pretrained):
+            with pytest.raises(CheckpointError, match=r"config\.json"):
+                load(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 8e6
+    finally:
+        tracemalloc.stop()
+
+
+# ----------------------------------------------------------------------------------------- archives
+
+
+def archive_of(path: Path, content: bytes, method: int, claim: int | None = None) -> Path:
+    """A zip of two classes, whose one member holds ``content`` and claims to expand to ``claim`` bytes."""
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("a/0.png", content)
+        archive.writestr("b/0.png", b"")
+    if claim is not None:
+        data = bytearray(path.read_bytes())
+        data[22:26] = struct.pack("<I", claim)  # in the member's own header, and in the directory at the end
+        at = data.index(b"PK\1\2") + 24
+        data[at : at + 4] = struct.pack("<I", claim)
+        path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("method", "claim", "message"),
+    [
+        (zipfile.ZIP_DEFLATED, 2**29 + 1, "it claims 536870913 bytes"),
+        (zipfile.ZIP_DEFLATED, 100, "CRC-32"),
+        (zipfile.ZIP_DEFLATED, 0, "cannot identify"),
+        (zipfile.ZIP_STORED, 2**32 - 2, "it claims 4294967294 bytes"),
+        (zipfile.ZIP_BZIP2, 100, "can expand without bound: deflate it"),
+        (zipfile.ZIP_LZMA, 100, "can expand without bound: deflate it"),
+    ],
+    ids=["honest bomb", "lying bomb", "nothing", "stored", "bzip2", "LZMA"],
+)
+def test_a_zip_bomb_is_refused_by_name_without_memory_for_it(
+    method: int, claim: int, message: str, tmp_path: Path
+) -> None:
+    path = archive_of(tmp_path / "source.zip", bytes(100 if method == zipfile.ZIP_STORED else 2**25), method, claim)
+    assert path.stat().st_size < 2**16
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message) as caught:
+            load_source(path, size=SIZE, lazy=True).images[0]
+        assert tracemalloc.get_traced_memory()[1] < 2**23  # a quarter of what it expands to
+    finally:
+        tracemalloc.stop()
+    assert "cannot read image 'a/0.png' of" in str(caught.value)
+    assert str(path) in str(caught.value)

@@ -14,6 +14,7 @@ import logging
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
+from unittest import mock
 
+import accelerate  # noqa: F401 (training imports it, which adds a warning filter of its own)
 import matplotlib
 import numpy as np
 import onnx
@@ -45,6 +48,7 @@ from fewshot_mahalanobis import (
     available_checkpoints,
     load_checkpoint,
 )
+from fewshot_mahalanobis import classifier as classifier_module
 from fewshot_mahalanobis.checkpoints.format import save_checkpoint
 from fewshot_mahalanobis.episodes.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Variant, evaluate_source
@@ -176,7 +180,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         torch.manual_seed(0)
         model = SimpleCNAPS(image_size=SIZE).eval()
     images, names = random_images(6, seed=1), ["a", "b", "c", "b", "a", "b"]
-    fitted = SimpleCNAPSClassifier(model, device="cpu").fit(images, names)
+    fitted = SimpleCNAPSClassifier(model, device="cpu", precision="float32").fit(images, names)
     vectors = MahalanobisClassifier().fit(features.numpy(), labels.numpy())
     fitted.save(folder / "classifier.safetensors")
     save_checkpoint(model, folder / "checkpoint")
@@ -255,6 +259,41 @@ def exported(world: World, folder: Path) -> Any:
     return [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(folder / "graph.onnx").graph.initializer]
 
 
+def exported_program(world: World, folder: Path) -> Any:
+    world.fitted.export_program(folder / "graph.pt2")
+    return torch.export.load(folder / "graph.pt2").module()(images_of(world))
+
+
+def pushed(world: World, folder: Path) -> Any:
+    """The files that would go to the Hub."""
+
+    def keep(files: Path, *_: Any, **__: Any) -> str:
+        shutil.copytree(files, folder / "repository")
+        return "address"
+
+    with mock.patch.object(classifier_module, "upload", keep):
+        world.fitted.push_to_hub("user/letters", thumbnails=(world.images, world.names))
+    return [path for path in sorted((folder / "repository").rglob("*")) if path.suffix in (".md", ".jpg")]
+
+
+def on_a_backbone(world: World, folder: Path) -> Any:
+    backbone = torch.nn.Sequential(torch.nn.AvgPool2d(8), torch.nn.Flatten())
+    model = SimpleCNAPS.from_backbone(backbone, image_size=SIZE, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
+    return SimpleCNAPSClassifier(model, device="cpu").fit(world.images, world.names).predict_proba(world.images)
+
+
+def rejecting(world: World, folder: Path) -> Any:
+    """Temperature and threshold are chosen; what is foreign is given to no class."""
+    settings: dict[str, Any] = {"temperature": "auto", "unknown_label": "none", "false_rejection_rate": 0.4}
+    classifier = SimpleCNAPSClassifier(world.model, device="cpu", **settings).fit(world.images, world.names)
+    return (
+        classifier.temperature_,
+        classifier.threshold_,
+        classifier.predict(world.images),
+        classifier.outlier_score(world.images),
+    )
+
+
 def written_checkpoint(world: World, folder: Path) -> Any:
     world.model.save_pretrained(folder / "checkpoint")
     return [folder / "checkpoint" / name for name in ("config.json", "model.safetensors")]
@@ -325,7 +364,14 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     "save": saved,
     "load": lambda world, folder: SimpleCNAPSClassifier.load(world.saved, device="cpu").transform(world.images[:2]),
     "pickling": lambda world, folder: pickle.loads(pickle.dumps(world.fitted)).transform(world.images[:2]),
+    "temperature and unknown_label": rejecting,
     "export_onnx": exported,
+    "export_program": exported_program,
+    "push_to_hub": pushed,
+    "from_pretrained": lambda world, folder: SimpleCNAPSClassifier.from_pretrained(world.saved.parent).transform(
+        world.images[:2]
+    ),
+    "from_backbone": on_a_backbone,
     "evaluate_source": evaluated,
     "plots": drawn,
 }
@@ -390,7 +436,7 @@ def test_importing_every_module_leaves_the_process_as_it_was() -> None:
     """In a fresh interpreter, in which the packages that it depends on are imported already."""
     program = f"""
 from __future__ import annotations
-import copy, importlib, locale, logging, os, pkgutil, random, signal, socket, sys, warnings
+import contextlib, copy, importlib, locale, logging, os, pkgutil, random, signal, socket, sys, warnings
 from pathlib import Path
 from typing import Any
 import matplotlib, numpy as np, torch
@@ -399,12 +445,17 @@ import filelock, hypothesis, hypothesis.extra.numpy, huggingface_hub, joblib, ma
 import platformdirs, requests, safetensors.torch
 import scipy, sklearn.base, sklearn.covariance, sklearn.datasets, sklearn.utils.validation, tqdm.auto, typer
 import torch.utils.data
+with contextlib.suppress(ImportError):
+    import gradio
 {inspect.getsource(process_state)}
 before = process_state()
 import fewshot_mahalanobis
 for module in pkgutil.walk_packages(fewshot_mahalanobis.__path__, "fewshot_mahalanobis."):
     if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            assert "fewshot-mahalanobis[" in str(error), error
 after = process_state()
 sys.exit(", ".join(name for name in before if before[name] != after[name]) or 0)
 """

@@ -210,12 +210,12 @@ def test_covariances_and_distances_equal_the_plain_formula(search: Search) -> No
 
 
 def test_low_rank_equals_dense(search: Search) -> None:
-    """Features that are zero everywhere turn the dense algebra of n >= d into the low-rank one of n < d."""
+    """Features that are zero everywhere turn the dense algebra of n >= d / 2 into the low-rank one of fewer."""
 
     def holds(covariance: RegularizedCovariance, task: Task) -> None:
         task = in_float64(task)
         wide = [
-            torch.nn.functional.pad(x, (0, len(task.support_labels)))
+            torch.nn.functional.pad(x, (0, 2 * len(task.support_labels)))
             for x in (task.support_features, task.query_features)
         ]
         padded = Task(wide[0], task.support_labels, wide[1])
@@ -292,7 +292,7 @@ def test_features_that_lose_beta_are_refused(dense: bool, search: Search) -> Non
             spread, pivot = x[:, -1].var(), 2 * beta
         else:
             # I + F F^T with F of n centred rows has the eigenvector (1, ..., 1) to 1: its last pivot is at most n.
-            x = torch.nn.functional.pad(x, (0, n))
+            x = torch.nn.functional.pad(x, (0, 2 * n))
             distances = (x - x.mean(dim=0)).square().sum(dim=1)
             order = distances.argsort()
             x, labels = x[order], labels[order]
@@ -325,10 +325,65 @@ def test_tensors_are_made_on_the_features_device_whatever_the_default_is(width: 
                 assert torch.equal(there.covariance(), here.covariance())
                 assert torch.equal(there.precision(), here.precision())
     for head in heads:
-        expected = head(x, labels, x), head.leave_one_out_logits(x, labels)
+        expected = logits_in_three_ways(head, x, labels)
         with torch.device("meta"):
-            found = head(x, labels, x), head.leave_one_out_logits(x, labels)
+            found = logits_in_three_ways(head, x, labels)
         assert all(torch.equal(*pair) for pair in zip(found, expected))
+
+
+@pytest.mark.parametrize("width", [2, 20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_results_are_of_the_features_dtype_and_of_float32_at_least(dtype: torch.dtype, width: int) -> None:
+    x = torch.randn(6, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gaussians = RegularizedCovariance()(x, torch.tensor([0, 0, 0, 1, 1, 2]))
+    results = gaussians.means, gaussians.covariance(), gaussians.precision(), gaussians.squared_distance(x)
+    assert {result.dtype for result in results} == {torch.promote_types(dtype, torch.float32)}
+
+
+@pytest.mark.parametrize("name", sorted(HEADS.keys() - {"linear"}))
+def test_logits_are_of_the_wider_dtype_of_support_and_queries(name: str) -> None:
+    head, labels = HEADS[name](), torch.tensor([0, 0, 1])
+    single = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    expected = head(single.double(), labels, single.double())
+    for support, queries in ((single, single.double()), (single.double(), single)):
+        found = head(support, labels, queries)
+        assert found.dtype == (queries.dtype if name == "mahalanobis" else torch.float64)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("a", [1e3, 1e6])
+def test_a_distance_that_is_a_small_part_of_what_it_is_a_difference_of_keeps_its_digits(a: float) -> None:
+    """Of the class +a, -a on one axis without task covariance, Q is 2 a^2 there, and beta: for 3 a that is exact."""
+    x = torch.zeros(3, 9, dtype=torch.float64)
+    x[:, 0] = torch.tensor([a, -a, 3 * a])
+    gaussians = RegularizedCovariance(task_covariance=False)(x[:2], torch.tensor([0, 0]))
+    assert float(gaussians.squared_distance(x[2:])) == pytest.approx(9 * a**2 / (2 * a**2 + 1), rel=1e-12)
+
+
+def test_euclidean_logits_of_many_classes_far_from_the_origin_are_those_of_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    means, queries = (torch.randn(40, 8, generator=generator) + 1e4 for _ in range(2))
+    expected = -(queries[:, None].double() - means.double()).square().sum(dim=2)
+    found = EuclideanHead()(means, torch.arange(40), queries)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+def logits_in_three_ways(head: Head[Any], x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Of a head fitted to all of the support, and to all but each example, by its own way and by refitting."""
+    return head(x, labels, x), head.leave_one_out_logits(x, labels), Head.leave_one_out_logits(head, x, labels)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_features_of_16_bits_have_the_logits_of_the_same_numbers_in_32(name: str, dtype: torch.dtype) -> None:
+    head = make_head(name, 6)
+    x, labels = (
+        torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(dtype),
+        torch.tensor([0, 1, 1, 2, 2, 2]),
+    )
+    found, expected = logits_in_three_ways(head, x, labels), logits_in_three_ways(head, x.float(), labels)
+    assert {logits.dtype for logits in found} == {torch.float32}
+    assert all(torch.equal(*pair) for pair in zip(found, expected))
 
 
 def test_a_device_without_float64_is_served_in_float32() -> None:

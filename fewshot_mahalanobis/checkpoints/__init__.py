@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import os
-import re
 from pathlib import Path
 
-from fewshot_mahalanobis.checkpoints.errors import CheckpointError, DownloadError
+from fewshot_mahalanobis.checkpoints.errors import CheckpointError, DownloadError, UploadError
 from fewshot_mahalanobis.checkpoints.format import read_checkpoint, save_checkpoint
-from fewshot_mahalanobis.checkpoints.hub import hub_checkpoint
+from fewshot_mahalanobis.checkpoints.hub import hub_checkpoint, hub_name
 from fewshot_mahalanobis.checkpoints.published import load_published
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS, CheckpointRecord
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -19,14 +18,13 @@ __all__ = [
     "CheckpointError",
     "CheckpointRecord",
     "DownloadError",
+    "UploadError",
     "available_checkpoints",
     "hub_checkpoint",
     "load_checkpoint",
     "read_checkpoint",
     "save_checkpoint",
 ]
-
-_HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
 def available_checkpoints() -> dict[str, CheckpointRecord]:
@@ -77,9 +75,9 @@ def load_checkpoint(name_or_path: str | os.PathLike[str]) -> SimpleCNAPS:
         return _read_embedded(record.name) if record.embedded else load_published(record)
     if _looks_like_path(name_or_path) or os.path.isdir(name_or_path):  # noqa: PTH112
         return _read_local(Path(name_or_path))
-    match = _HUB_NAME.fullmatch(name_or_path)
-    if match is not None and ".." not in name_or_path:
-        return read_checkpoint(hub_checkpoint(match["repo"], match["revision"]))
+    repository = hub_name(name_or_path)
+    if repository is not None:
+        return read_checkpoint(hub_checkpoint(*repository))
     close = difflib.get_close_matches(name_or_path, CHECKPOINTS, n=1)
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(

@@ -9,3 +9,7 @@ class CheckpointError(ValueError):
 
 class DownloadError(CheckpointError):
     """A checkpoint could not be downloaded; the message names the address, the destination and the remedy."""
+
+
+class UploadError(CheckpointError):
+    """A model could not be pushed to the Hub; the message names the repository, the address and the remedy."""

@@ -3,36 +3,51 @@
 ``config.json`` holds the arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS` and ``format_version``;
 ``model.safetensors`` its weights; ``README.md`` is the model card. A repository on the Hugging Face Hub
 with these files is a checkpoint too. Nothing is unpickled, and what a file claims is compared with what
-the model needs before any memory is spent on it.
+the model needs before any memory is spent on it. Of a backbone other than the FiLM ResNet18 the folder
+has the weights and a description; its code is timm's or the user's.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 FORMAT_VERSION = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+#: A fitted classifier in a Hub repository.
+CLASSIFIER = "classifier.safetensors"
 
 #: A real config.json has a few hundred bytes; a larger file is not one.
 _LARGEST_CONFIG = 2**16
+#: Nor does a network have a wider feature vector.
+_MOST_FEATURES = 2**20
 #: Types that weights may be stored in, by their name in a safetensors header.
 _STORAGE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_INTEGER = "I64"
+#: And of whole numbers, which are stored as what they are.
+_WHOLE = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 _DEFAULT_CARD = """\
 ---
@@ -43,16 +58,19 @@ tags:
 - simple-cnaps
 ---
 
-# A few-shot image classifier (Simple CNAPS)
+# A few-shot image classifier ({kind})
 
-Load it with
+It learns its classes from a few images each, in one forward pass (Bateni et al., *Improved Few-Shot Visual
+Classification*, CVPR 2020). With `pip install {packages}`, for the name of this repository or folder:
 
-    from fewshot_mahalanobis import load_checkpoint
-    model = load_checkpoint("path/to/this/folder")
+```python
+from fewshot_mahalanobis import SimpleCNAPSClassifier
 
-or give the folder or the repository's name as `SimpleCNAPSClassifier(checkpoint=...)`.
+classifier = SimpleCNAPSClassifier("user/repo").fit(support_images, labels)
+classifier.predict(query_images)
+```
 
-| setting | value |
+{backbone}| setting | value |
 |---|---|
 {settings}
 
@@ -94,7 +112,7 @@ def save_checkpoint(
     tensors = {name: _to_storage(name, tensor, dtype) for name, tensor in model.state_dict().items()}
     config = json.dumps({"format_version": FORMAT_VERSION, **settings}, indent=2, allow_nan=False) + "\n"
     if card is None and not (folder / CARD).exists():
-        card = _DEFAULT_CARD.format(settings="\n".join(f"| {name} | {value} |" for name, value in settings.items()))
+        card = _default_card(settings)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
@@ -114,13 +132,29 @@ def save_checkpoint(
         raise CheckpointError(f"{folder}: the checkpoint cannot be written: {error}") from error
 
 
-def read_checkpoint(folder: str | os.PathLike[str]) -> SimpleCNAPS:
+def _default_card(settings: Mapping[str, Any]) -> str:
+    """What can be said of a model without knowing where it came from."""
+    backbone, packages, kind = settings.get("backbone"), "fewshot-mahalanobis", "Simple CNAPS"
+    about = ""
+    if backbone is not None:
+        kind = "Mahalanobis head on a frozen backbone"
+        about = "The backbone is of its author's own: `SimpleCNAPS.from_pretrained(name, backbone=network)`.\n\n"
+        if backbone["timm"] is not None:
+            packages = "'fewshot-mahalanobis[backbones]'"
+            about = f"The backbone is timm's `{backbone['timm']}`; the terms of those weights apply.\n\n"
+    rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+    return _DEFAULT_CARD.format(kind=kind, packages=packages, backbone=about, settings=rows)
+
+
+def read_checkpoint(folder: str | os.PathLike[str], backbone: nn.Module | None = None) -> SimpleCNAPS:
     """Read a checkpoint from a local folder.
 
     Parameters
     ----------
     folder : path
         With ``config.json`` and ``model.safetensors``.
+    backbone : nn.Module, optional
+        The network of a checkpoint whose backbone is neither the FiLM ResNet18 nor timm's. A copy is used.
 
     Returns
     -------
@@ -137,19 +171,55 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> SimpleCNAPS:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():  # neither a folder nor a pipe, which would be waited on
             raise CheckpointError(
-                f"{folder / name}: no such file. A checkpoint is a folder with {CONFIG} and {WEIGHTS}"
+                f"{folder / name}: no such file. A checkpoint is a folder with {CONFIG} and {WEIGHTS}. If it is a "
+                "fitted classifier, use SimpleCNAPSClassifier.from_pretrained"
             )
     settings = _read_settings(folder / CONFIG)
+    check_network(str(folder / CONFIG), settings, backbone, "SimpleCNAPS.from_pretrained(..., backbone=network)")
     try:
-        # Without memory and without drawing initial weights from the global generator.
-        with torch.device("meta"):
-            model = SimpleCNAPS(**settings)
+        model = empty_model(settings, backbone)
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error
     expected = model.state_dict()
     tensors = read_tensors(folder / WEIGHTS, expected)
     check_finite(folder / WEIGHTS, tensors)
-    model.load_state_dict({name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()}, assign=True)
+    try:
+        return filled_model(model, {name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()})
+    except ValueError as error:
+        raise CheckpointError(f"{folder / WEIGHTS}: {error}") from error
+
+
+def check_network(source: str, settings: Mapping[str, Any], network: nn.Module | None, how: str) -> None:
+    """Raise CheckpointError where a network is wanted and not given, or given and not wanted."""
+    backbone = settings.get("backbone")
+    if isinstance(backbone, Mapping) and backbone.get("timm") is None and network is None:
+        raise CheckpointError(f"{source}: its backbone is a network of its author's own, so give that network: {how}")
+    if backbone is None and network is not None:
+        raise CheckpointError(f"{source}: this is Simple CNAPS with its own network: it takes no other")
+
+
+def empty_model(settings: Mapping[str, Any], network: nn.Module | None = None) -> SimpleCNAPS:
+    """The model of checked settings, its weights yet to come: mere shapes, but for a copy of the user's ``network``.
+
+    Neither memory nor the global random generator is spent on what a file is first compared with.
+    """
+    arguments = dict(settings)
+    description = arguments.pop("backbone", None)
+    if description is not None:
+        return SimpleCNAPS(**arguments, backbone=Backbone.described(description, settings["image_size"], network))
+    with torch.device("meta"):
+        return SimpleCNAPS(**arguments)
+
+
+def filled_model(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
+    """``model`` from :func:`empty_model`, filled with the weights that were saved; in evaluation mode."""
+    backbone = model.feature_extractor
+    if isinstance(backbone, Backbone):
+        backbone.materialise()
+    model.load_state_dict(weights, assign=True)
+    if isinstance(backbone, Backbone):
+        backbone.requires_grad_(False)
+        backbone.check_fingerprint()
     return model.eval()
 
 
@@ -185,26 +255,51 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """``config`` if it has every argument of ``SimpleCNAPS``, each of its type, no more; or CheckpointError."""
-    fields = list(inspect.signature(SimpleCNAPS).parameters)
+    fields = [name for name in inspect.signature(SimpleCNAPS).parameters if name != "backbone"]
     hints = get_type_hints(SimpleCNAPS.__init__)
-    unknown = sorted(config.keys() - set(fields))
+    unknown = sorted(config.keys() - {*fields, "backbone"})
     if unknown:
         raise CheckpointError(f"{source}: unknown field {unknown[0]!r}; the fields are {', '.join(fields)}")
     for name in fields:
         if name not in config:
             raise CheckpointError(f"{source}: the field {name!r} is missing")
-        value, wanted = config[name], hints[name]
+        value, wanted = config[name], get_args(hints[name]) or (hints[name],)
         # bool is a subclass of int, and JSON writes 1.0 as 1 in other people's tools.
-        number = wanted is float and type(value) in (int, float) and abs(value) <= sys.float_info.max
-        if not number and (type(value) is not wanted or wanted is float):
-            raise CheckpointError(f"{source}: the field {name!r} must be of type {wanted.__name__}, not {value!r}")
-    return {name: config[name] for name in fields}
+        number = float in wanted and type(value) in (int, float) and abs(value) <= sys.float_info.max
+        if not number and (type(value) not in wanted or type(value) is float):
+            types = " or ".join(kind.__name__ for kind in wanted)
+            raise CheckpointError(f"{source}: the field {name!r} must be of type {types}, not {value!r}")
+    settings = {name: config[name] for name in fields}
+    if "backbone" in config:
+        settings["backbone"] = _checked_description(config["backbone"], source)
+    return settings
+
+
+def _checked_description(backbone: Any, source: str) -> dict[str, Any]:
+    """What ``Backbone.description`` gives, or CheckpointError."""
+
+    def colours(value: Any) -> bool:
+        numbers = isinstance(value, list) and len(value) == 3 and all(type(v) in (int, float) for v in value)
+        return numbers and all(abs(v) <= sys.float_info.max and math.isfinite(v) for v in value)
+
+    checks = {
+        "timm": lambda value: value is None or (isinstance(value, str) and len(value) <= 200),
+        "features": lambda value: type(value) is int and 1 <= value <= _MOST_FEATURES,
+        "mean": colours,
+        "std": colours,
+    }
+    if not isinstance(backbone, dict) or backbone.keys() != checks.keys():
+        raise CheckpointError(f"{source}: 'backbone' must have the fields {', '.join(checks)}")
+    for name, check in checks.items():
+        if not check(backbone[name]):
+            raise CheckpointError(f"{source}: {name!r} of 'backbone' cannot be {backbone[name]!r}")
+    return dict(backbone)
 
 
 def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a CPU copy of one weight in the type it is stored in."""
     if not tensor.is_floating_point():
-        return tensor.detach().to("cpu", torch.int64, copy=True).contiguous()
+        return tensor.detach().to("cpu", copy=True).contiguous()
     if not torch.isfinite(tensor).all():
         raise CheckpointError(f"the weight {name!r} is NaN or infinite: the model cannot be saved")
     stored = tensor.detach().to("cpu", dtype if tensor.ndim > 1 else torch.float32, copy=True)
@@ -237,7 +332,7 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
                     raise CheckpointError(
                         f"{path}: tensor {name!r} has shape {shape}, not {tuple(tensor.shape)}. {remedy}"
                     )
-                if stored not in (_STORAGE if tensor.is_floating_point() else (_INTEGER,)):
+                if stored not in (_STORAGE if tensor.is_floating_point() else (_WHOLE.get(tensor.dtype),)):
                     raise CheckpointError(f"{path}: tensor {name!r} has type {stored}, which does not fit. {remedy}")
             # Copies: the library's tensors may be views of the file, which can change or vanish under them.
             return {name: file.get_tensor(name).clone() for name in expected}

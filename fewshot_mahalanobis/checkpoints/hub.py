@@ -1,13 +1,23 @@
-"""Checkpoints in repositories of the Hugging Face Hub."""
+"""Checkpoints and fitted classifiers in repositories of the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
 
-from fewshot_mahalanobis.checkpoints.errors import DownloadError
-from fewshot_mahalanobis.checkpoints.format import CARD, CONFIG, WEIGHTS
+from fewshot_mahalanobis.checkpoints.errors import DownloadError, UploadError
+from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER, CONFIG, WEIGHTS
+
+_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+
+
+def hub_name(name: str) -> tuple[str, str | None] | None:
+    """Repository and revision of "user/repo" or "user/repo@revision"; None if it is neither."""
+    match = _NAME.fullmatch(name)
+    return None if match is None or ".." in name else (match["repo"], match["revision"])
 
 
 def hub_checkpoint(
@@ -26,7 +36,7 @@ def hub_checkpoint(
     Parameters
     ----------
     repo_id : str
-        ``"user/repo"``.
+        ``"user/repo"``, or ``"user/repo@revision"``.
     revision : str, optional
         Branch, tag or commit; the default branch if not given.
     cache_dir, token, force_download, local_files_only
@@ -42,11 +52,35 @@ def hub_checkpoint(
     DownloadError
         No such repository or revision, no permission, or no connection and nothing in the cache.
     """
+    return _snapshot(
+        repo_id,
+        revision,
+        [CONFIG, WEIGHTS, CARD],
+        cache_dir=cache_dir,
+        token=token,
+        force_download=force_download,
+        local_files_only=local_files_only,
+    )
+
+
+def _snapshot(
+    repo_id: str,
+    revision: str | None,
+    files: Sequence[str],
+    *,
+    cache_dir: str | Path | None = None,
+    token: str | bool | None = None,
+    force_download: bool = False,
+    local_files_only: bool = False,
+) -> Path:
+    named = hub_name(repo_id)
+    if named is not None and revision is None:
+        repo_id, revision = named
     try:
         folder = huggingface_hub.snapshot_download(
             repo_id,
             revision=revision,
-            allow_patterns=[CONFIG, WEIGHTS, CARD],
+            allow_patterns=list(files),
             cache_dir=cache_dir,
             token=token,
             force_download=force_download,
@@ -60,3 +94,62 @@ def hub_checkpoint(
             "(a private repository needs `hf auth login`), or give the path of a folder with a copy"
         ) from error
     return Path(folder)
+
+
+def hub_classifier(repo_id: str, *, token: str | bool | None = None) -> Path:
+    """Download a fitted classifier, as :func:`hub_checkpoint` does a checkpoint.
+
+    Parameters
+    ----------
+    repo_id : str
+        ``"user/repo"`` or ``"user/repo@revision"``.
+    token : str or bool, optional
+        As in :func:`huggingface_hub.snapshot_download`.
+
+    Returns
+    -------
+    Path
+        The file, for :meth:`SimpleCNAPSClassifier.load`.
+
+    Raises
+    ------
+    DownloadError
+        As there, or the repository holds no fitted classifier.
+    """
+    folder = _snapshot(repo_id, None, [CLASSIFIER, CARD], token=token)
+    return classifier_file(folder, repo_id)
+
+
+def classifier_file(folder: Path, name: str) -> Path:
+    """Where the fitted classifier in ``folder`` is; DownloadError if there is none."""
+    if not (folder / CLASSIFIER).is_file():
+        raise DownloadError(
+            f"{name!r} holds no fitted classifier, which would be the file {CLASSIFIER}. If it is a checkpoint, "
+            f"SimpleCNAPSClassifier({name!r}).fit(images, labels) makes a classifier of it"
+        )
+    return folder / CLASSIFIER
+
+
+def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | bool | None, message: str) -> str:
+    """Push the files of ``folder`` to a repository in one commit; it is made if it is absent.
+
+    Returns
+    -------
+    str
+        Address of the commit.
+
+    Raises
+    ------
+    UploadError
+        No permission, no connection, or a name that no repository can have. Nothing was committed.
+    """
+    try:
+        api = huggingface_hub.HfApi(token=token)
+        created = api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message=message)
+    except Exception as error:  # as above
+        raise UploadError(
+            f"could not push to {repo_id!r} on {huggingface_hub.constants.ENDPOINT}: {error}. Check the name and the "
+            "connection; it needs a token with write permission, by token= or `hf auth login`"
+        ) from error
+    return str(commit.commit_url)

@@ -21,6 +21,9 @@ from PIL import Image, ImageOps
 
 from fewshot_mahalanobis.images import check_header, to_square_array
 
+#: Most bytes of a member of a zip: what the largest picture that is read takes uncompressed, 178,956,970 x 3.
+_LARGEST_MEMBER = 2**29
+
 
 class Reader(Protocol):
     """Index -> PIL image."""
@@ -165,7 +168,7 @@ class ZipMembers:
         """Image ``index``, decoded."""
         if self._opened is None or self._opened[0] != os.getpid():  # a forked process shares the file's position
             self._opened = os.getpid(), zipfile.ZipFile(self.path)
-        image = Image.open(io.BytesIO(self._opened[1].read(self.names[index].decode())))
+        image = Image.open(io.BytesIO(_member(self._opened[1], self.names[index].decode())))
         check_header(image)
         image.load()
         return image
@@ -176,6 +179,17 @@ class ZipMembers:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Contents of a member, in memory for as many bytes as it claims and no more, whatever it expands to."""
+    claim = archive.getinfo(name)
+    if claim.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"its compression (method {claim.compress_type}) can expand without bound: deflate it instead")
+    if claim.file_size > _LARGEST_MEMBER:
+        raise ValueError(f"it claims {claim.file_size} bytes uncompressed, of which at most {_LARGEST_MEMBER} are read")
+    with archive.open(claim) as file:
+        return file.read(claim.file_size)  # by a number, which zipfile then hands to the decompressor
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Evaluation: episodes -> accuracies with 95 % intervals."""
+"""Evaluation: episodes -> accuracies with 95 % intervals, tables and plots."""
 
 from fewshot_mahalanobis.evaluation.evaluate import Accuracy, Variant, evaluate_source
 

@@ -40,11 +40,11 @@ class FilmBlock(nn.Module):
     def forward(self, x: Tensor, film: BlockFilm | None = None) -> Tensor:
         """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
         if film is None:
-            out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+            out = self.bn2(self.conv2(F.relu_(self.bn1(self.conv1(x)))))
         else:
-            out = F.relu(film_batch_norm(self.bn1, self.conv1(x), film.gamma1, film.beta1))
+            out = F.relu_(film_batch_norm(self.bn1, self.conv1(x), film.gamma1, film.beta1))
             out = film_batch_norm(self.bn2, self.conv2(out), film.gamma2, film.beta2)
-        return F.relu(out + self.downsample(x))
+        return F.relu_(out.add_(self.downsample(x)))  # in place: maps are large and memory is slow
 
     def folded(self, film: BlockFilm | None) -> FilmBlock:
         """A block with BatchNorm and FiLM absorbed into its convolutions."""
@@ -89,7 +89,7 @@ class FilmResNet18(nn.Module):
 
     def stem(self, images: Tensor) -> Tensor:
         """Images (n, 3, h, w) -> the maps (n, 64, h', w') that enter the first residual layer."""
-        return F.relu(self.bn1(self.conv1(images)))
+        return F.relu_(self.bn1(self.conv1(images)))
 
     def layer(self, index: int, x: Tensor, film: LayerFilm | None = None) -> Tensor:
         """Residual layer ``index`` (0 to 3) on maps (n, C_in, h, w) -> (n, C, h', w')."""

@@ -12,12 +12,15 @@ Simple CNAPS +P     ``projection=True``
 CNAPS, AR-CNAPS     ``head="linear"``
 Equation 2 as is    ``scale=0.5``
 ==================  ========================================================
+
+and :meth:`SimpleCNAPS.from_backbone` puts any other frozen network in the place of the ResNet18.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
+from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator
 from fewshot_mahalanobis.networks.published import convert_published_state_dict
@@ -66,8 +70,8 @@ class SimpleCNAPS(
     scale : float
         s of the Mahalanobis head's logits, -s (x - mu_k)^T Q_k^-1 (x - mu_k). Equation 2 has 1/2, the
         published code and numbers 1.
-    beta : float
-        Ridge of the covariance estimate, in squared feature units (equation 3).
+    beta : float or "auto"
+        Ridge of the covariance estimate, in squared feature units (equation 3); "auto" chooses it on each support set.
     task_covariance : bool
         False sets lambda_k = 1 in equation 3: the "-TR" ablation.
     one_shot_covariance : {"zero", "published"}
@@ -76,11 +80,13 @@ class SimpleCNAPS(
         Put the learned projection of the "+P" variant before the head.
     image_size : int
         Side of the square images the network was trained on, in pixels.
+    backbone : Backbone, optional
+        A frozen network in place of the FiLM ResNet18, without adaptation: made by :meth:`from_backbone`.
 
     Attributes
     ----------
     config : dict
-        The arguments above: what ``config.json`` of a checkpoint holds.
+        The arguments above, the backbone by its description: what ``config.json`` of a checkpoint holds.
 
     Notes
     -----
@@ -98,19 +104,26 @@ class SimpleCNAPS(
         adaptation: str = "film",
         head: str = "mahalanobis",
         scale: float = 1.0,
-        beta: float = 1.0,
+        beta: float | str = 1.0,
         task_covariance: bool = True,
         one_shot_covariance: str = "zero",
         projection: bool = False,
         image_size: int = 84,
+        backbone: Backbone | None = None,
     ) -> None:
         super().__init__()
         if adaptation not in GENERATORS:
             raise ValueError(f"adaptation must be one of {sorted(GENERATORS)}, not {adaptation!r}")
         if head not in HEADS:
             raise ValueError(f"head must be one of {sorted(HEADS)}, not {head!r}")
-        if not 32 <= image_size <= 1024:  # the set encoder halves an image five times
-            raise ValueError(f"image_size must be from 32 to 1024 pixels, not {image_size!r}")
+        smallest = 32 if backbone is None else 1  # the set encoder halves an image five times
+        if not smallest <= image_size <= 1024:
+            raise ValueError(f"image_size must be from {smallest} to 1024 pixels, not {image_size!r}")
+        if backbone is not None and (adaptation != "none" or head == "linear" or projection):
+            raise ValueError(
+                "a backbone has no trained adaptation, linear head or projection: use adaptation='none', "
+                "projection=False and another head"
+            )
         self.config: dict[str, Any] = {
             "adaptation": adaptation,
             "head": head,
@@ -121,8 +134,12 @@ class SimpleCNAPS(
             "projection": projection,
             "image_size": image_size,
         }
+        if backbone is not None:
+            self.config["backbone"] = backbone.description
         self.image_size = image_size
-        self.feature_extractor = FilmResNet18().requires_grad_(False).eval()
+        self.feature_extractor: FilmResNet18 | Backbone = (
+            FilmResNet18().requires_grad_(False).eval() if backbone is None else backbone
+        )
         generator = GENERATORS[adaptation]
         self.set_encoder = SetEncoder() if generator is not None else None
         self.film_generator = generator() if generator is not None else None
@@ -139,7 +156,7 @@ class SimpleCNAPS(
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.feature_extractor.conv1.weight.device
+        return next(itertools.chain(self.parameters(), self.buffers())).device
 
     # ---------------------------------------------------------------- the method
 
@@ -242,6 +259,65 @@ class SimpleCNAPS(
     # ---------------------------------------------------------------- weights
 
     @classmethod
+    def from_backbone(
+        cls,
+        backbone: nn.Module | str,
+        *,
+        image_size: int | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        head: str = "mahalanobis",
+        scale: float = 1.0,
+        beta: float | str = "auto",
+        task_covariance: bool = True,
+    ) -> SimpleCNAPS:
+        """Put the head on another frozen network, without adaptation: of timm, of torchvision, or of your own.
+
+        Parameters
+        ----------
+        backbone : str or nn.Module
+            The name of a pretrained network of timm ("resnet18.a1_in1k"), whose weights timm fetches; or any module
+            that turns normalised images (n, 3, s, s) into features (n, d) or (n, d, 1, 1), its classification layer
+            cut off. Of a module a copy is used, in float32; it always runs in evaluation mode, without gradients of its
+            parameters.
+        image_size : int
+            Side s of the square that images are resized to, in pixels. For a name, by default what timm says.
+        mean, std : sequences of 3 floats
+            By channel, on images from 0 to 1: the network reads (image - mean) / std. Defaults as for ``image_size``.
+        head : {"mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"}
+        scale : float
+            As above; so ``task_covariance``.
+        beta : float or "auto"
+            Ridge in squared feature units. The default suits features of any scale: it is chosen on each support set by
+            exact leave-one-out (:func:`~fewshot_mahalanobis.calibration.choose_beta`).
+
+        Returns
+        -------
+        SimpleCNAPS
+            In evaluation mode. It reads images in [-1, 1] as every model does, and normalises them itself.
+
+        Raises
+        ------
+        ImportError
+            A name was given, and timm is absent.
+        ValueError
+            timm has no such network or cannot fetch it; a module came without ``image_size``, ``mean`` and ``std``,
+            cannot be copied or cannot read such images; its output is no features, not finite, or depends on the other
+            images of a batch.
+        """
+        make = Backbone.from_timm if isinstance(backbone, str) else Backbone.from_module
+        wrapped = make(backbone, image_size=image_size, mean=mean, std=std)  # type: ignore[arg-type]
+        return cls(
+            adaptation="none",
+            head=head,
+            scale=scale,
+            beta=beta,
+            task_covariance=task_covariance,
+            image_size=wrapped.image_size,
+            backbone=wrapped,
+        ).eval()
+
+    @classmethod
     def from_published_state_dict(cls, state_dict: Mapping[str, Any]) -> SimpleCNAPS:
         """Read the weights of the authors' implementation, with its conventions.
 
@@ -275,35 +351,70 @@ class SimpleCNAPS(
 
         save_checkpoint(self, save_directory)
 
+    # Not the mixin's, which parses config.json before this package's checks have seen it.
     @classmethod
-    def _from_pretrained(
+    def from_pretrained(
         cls,
+        pretrained_model_name_or_path: str | Path,
         *,
-        model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        backbone: nn.Module | None = None,
         **settings: Any,
     ) -> SimpleCNAPS:
-        """Read a folder or Hub repository; the mixin's ``from_pretrained`` calls it."""
+        """Load a checkpoint from a folder or from the Hugging Face Hub.
+
+        Parameters
+        ----------
+        pretrained_model_name_or_path : str or path
+            A folder, or a repository, "user/repo" or "user/repo@revision".
+        revision : str, optional
+            Branch, tag or commit.
+        cache_dir, force_download, local_files_only, token : optional
+            As in :func:`huggingface_hub.snapshot_download`.
+        backbone : nn.Module, optional
+            The network, for a checkpoint of :meth:`from_backbone` on a module: the checkpoint holds its weights, not
+            its code. A copy is used.
+        **settings
+            Arguments of this class that the checkpoint must have.
+
+        Returns
+        -------
+        SimpleCNAPS
+            On the CPU, in float32, in evaluation mode.
+
+        Raises
+        ------
+        CheckpointError
+            The checkpoint cannot be had (:class:`~fewshot_mahalanobis.checkpoints.DownloadError`), is malformed or of
+            another network.
+        ValueError
+            It has other settings than ``settings``.
+        """
         from fewshot_mahalanobis.checkpoints import hub_checkpoint, read_checkpoint
 
-        folder = Path(model_id)
+        folder = Path(pretrained_model_name_or_path)
         if not folder.is_dir():
             folder = hub_checkpoint(
-                model_id,
+                str(pretrained_model_name_or_path),
                 revision,
                 cache_dir=cache_dir,
                 token=token,
                 force_download=force_download,
                 local_files_only=local_files_only,
             )
-        model = read_checkpoint(folder)
-        for name, value in settings.items():  # the mixin passes config.json's fields, overridden by the caller's
-            if name in model.config and value != model.config[name]:
-                raise ValueError(f"{model_id} has {name}={model.config[name]!r}; it cannot be loaded with {value!r}")
+        model = read_checkpoint(folder, backbone)
+        for name, value in settings.items():
+            if name not in model.config:
+                raise TypeError(f"from_pretrained has no argument {name!r}, nor has a checkpoint such a setting")
+            if value != model.config[name]:
+                raise ValueError(
+                    f"{pretrained_model_name_or_path} has {name}={model.config[name]!r}; it cannot be loaded with "
+                    f"{value!r}"
+                )
         return model
 
 
@@ -317,8 +428,8 @@ class AdaptedTask:
     film : 4 layers of 2 BlockFilm, or None
         The FiLM parameters of the task; None without adaptation.
     head : Head
-    support_features : Tensor of shape (n, 512)
-        Adapted features of the support set, float32.
+    support_features : Tensor of shape (n, d)
+        Adapted features of the support set, float32; d = 512 for the FiLM ResNet18.
     support_labels : int64 Tensor of shape (n,)
     dtype : torch.dtype
         Precision of the convolutions.
@@ -333,7 +444,10 @@ class AdaptedTask:
         self.head = head
         self.dtype = dtype
         self._projection = model.projection
-        self._extractor = model.feature_extractor.folded(film).to(dtype).to(memory_format=torch.channels_last)
+        extractor = model.feature_extractor.folded(film)
+        if not isinstance(extractor, Backbone):  # which runs as its authors wrote it, under autocast for bfloat16
+            extractor = extractor.to(dtype).to(memory_format=torch.channels_last)
+        self._extractor = extractor
         self._device = model.device
 
     @torch.no_grad()
@@ -363,7 +477,7 @@ class AdaptedTask:
         """Adapted features f_theta^tau(x) of images (n, 3, h, w) in [-1, 1] -> (n, 512), float32."""
         chunks = images.split(batch_size) if len(images) else ()
         features = [self._extractor(_channels_last(chunk.to(self._device, self.dtype))) for chunk in chunks]
-        return torch.cat(features) if features else torch.empty(0, FilmResNet18.out_features, device=self._device)
+        return torch.cat(features) if features else torch.empty(0, self._extractor.out_features, device=self._device)
 
     @torch.no_grad()
     def head_logits(self, features: Tensor) -> Tensor:

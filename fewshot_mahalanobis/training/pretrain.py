@@ -1,17 +1,18 @@
 """Supervised training of the backbone f_theta on folders or zips of class folders.
 
-The network that meta-training later freezes is an ordinary classifier first (Bateni et al., CVPR 2020,
-section 5). Image size grows during training, which sees the same number of images in about half the
-time of full size throughout.
+The network that meta-training later freezes is an ordinary classifier first (Bateni et al., CVPR 2020, section 5).
+Image size grows during training, which sees the same number of images in about half the time of full size throughout.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.episodes.sources import ImageSource, load_source
+from fewshot_mahalanobis.episodes.sources import ImageSource
 from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.training.augment import (
@@ -29,38 +30,26 @@ from fewshot_mahalanobis.training.augment import (
     random_flips,
     random_resized_crops,
 )
-from fewshot_mahalanobis.training.run import RunFolder, autocast, choose_device, image_size_at
+from fewshot_mahalanobis.training.recipes import PretrainRecipe
+from fewshot_mahalanobis.training.run import (
+    RunFolder,
+    autocast,
+    image_size_at,
+    open_training_source,
+    shared_out,
+    start_processes,
+)
 
-#: (share of training, image side in pixels), in order.
-DEFAULT_PHASES = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))
+#: Steps between reports; a state is saved with a report.
+REPORT_EVERY = 10
 
 
-@dataclass(frozen=True)
-class PretrainRecipe:
-    """Settings of :func:`pretrain`. All but the sources have defaults that suit ImageNet-like photographs.
+class TrainingImages(Dataset[tuple[Tensor, Tensor]]):
+    """Number -> augmented image and label; a pure function of (seed, number), so any worker of any process may make it.
 
-    ``init`` is a ``backbone.safetensors`` of an earlier run to start from instead of random weights.
+    The numbers of step ``i`` are those from ``i * batch_size``; every epoch is a permutation of all images, of which
+    those that fill no batch are left out.
     """
-
-    sources: tuple[str, ...]
-    validation: str | None = None
-    init: str | None = None
-    epochs: int = 8
-    batch_size: int = 128
-    peak_lr: float = 0.2
-    warmup: float = 0.05
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    label_smoothing: float = 0.1
-    min_crop_area: float = 0.35
-    colour_jitter: float = 0.3
-    phases: tuple[tuple[float, int], ...] = DEFAULT_PHASES
-    image_size: int = 84
-    seed: int = 0
-
-
-class TrainingBatches(Dataset[tuple[Tensor, Tensor]]):
-    """Batch number -> augmented batch; a pure function of (seed, number), so any worker may make it."""
 
     def __init__(self, sources: Sequence[ImageSource], recipe: PretrainRecipe) -> None:
         self.recipe = recipe
@@ -72,32 +61,31 @@ class TrainingBatches(Dataset[tuple[Tensor, Tensor]]):
             np.concatenate([np.array([index[n] for n in s.class_names])[s.labels] for s in sources])
         )
         self.offsets = np.cumsum([0, *(len(s.images) for s in sources)])
-        self.per_epoch = len(self.labels) // recipe.batch_size
-        if self.per_epoch == 0:
+        self.steps_per_epoch = len(self.labels) // recipe.batch_size
+        if self.steps_per_epoch == 0:
             raise ValueError(f"{len(self.labels)} images are fewer than one batch of {recipe.batch_size}")
+        self.steps = self.steps_per_epoch * recipe.epochs
         self._permutation: tuple[int, Tensor] | None = None
 
     def __len__(self) -> int:
-        return self.per_epoch * self.recipe.epochs
+        return self.steps * self.recipe.batch_size
 
-    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         recipe = self.recipe
-        epoch, position = divmod(step, self.per_epoch)
+        epoch, position = divmod(number, self.steps_per_epoch * recipe.batch_size)
         if self._permutation is None or self._permutation[0] != epoch:
             generator = torch.Generator().manual_seed(_seed(recipe.seed, 0, epoch))
             self._permutation = (epoch, torch.randperm(len(self.labels), generator=generator))
-        chosen = self._permutation[1][position * recipe.batch_size :][: recipe.batch_size]
-        source = np.searchsorted(self.offsets, chosen.numpy(), side="right") - 1
-        where = zip(source.tolist(), chosen.tolist(), strict=True)
-        raw = [torch.from_numpy(self.images[s][i - int(self.offsets[s])]) for s, i in where]
-        generator = torch.Generator().manual_seed(_seed(recipe.seed, 1, step))
-        crops = random_resized_crops(
-            torch.stack(raw), image_size_at(step / len(self), recipe.phases), recipe.min_crop_area, generator
-        )
-        images = to_network_range(random_flips(crops, generator))
+        chosen = int(self._permutation[1][position])
+        source = int(np.searchsorted(self.offsets, chosen, side="right")) - 1
+        raw = torch.from_numpy(self.images[source][chosen - int(self.offsets[source])])[None]
+        size = image_size_at(number // recipe.batch_size / self.steps, recipe.phases)
+        generator = torch.Generator().manual_seed(_seed(recipe.seed, 1, number))
+        crop = random_resized_crops(raw, size, recipe.min_crop_area, generator)
+        image = to_network_range(random_flips(crop, generator))
         if recipe.colour_jitter:
-            images = random_brightness_contrast(images, recipe.colour_jitter, generator)
-        return images.contiguous(memory_format=torch.channels_last), self.labels[chosen]
+            image = random_brightness_contrast(image, recipe.colour_jitter, generator)
+        return image[0], self.labels[chosen]
 
 
 def _seed(*parts: int) -> int:
@@ -118,20 +106,29 @@ def pretrain(
     *,
     device: str = "auto",
     workers: int = 0,
+    lazy: bool = False,
+    tensorboard: bool = False,
     save_every: float = 300.0,
     progress: bool = True,
 ) -> FilmResNet18:
-    """Train the backbone; killed and started again, it continues where it stood.
+    """Train the backbone; killed and started again, it continues where it stood, to the bit on a CPU.
+
+    Called in every process that ``accelerate launch`` started, it does this process's share of every batch. On GPUs
+    the processes share the statistics of BatchNorm.
 
     Parameters
     ----------
     recipe : PretrainRecipe
     output : path
-        Run folder; ``backbone.safetensors`` stands there at the end.
-    device : str
-        "auto" (CUDA where there is one), or a torch device.
+        Run folder, the same in every process; ``backbone.safetensors`` stands there at the end.
+    device : {"auto", "cpu"}
+        "auto": a GPU where there is one.
     workers : int
-        Processes that prepare batches; 0 prepares them in this one.
+        Processes that prepare images, for each process of the run; 0 prepares them in this one.
+    lazy : bool
+        Decode images when they are asked for, not once into memory (21 kB an image, in every process of the run).
+    tensorboard : bool
+        Write logs for TensorBoard, in the run folder.
     save_every : float
         Seconds between saved states.
     progress : bool
@@ -140,21 +137,42 @@ def pretrain(
     Returns
     -------
     FilmResNet18
-        In evaluation mode.
+        In evaluation mode, on the CPU.
+
+    Raises
+    ------
+    ValueError
+        The recipe cannot be followed, or the folder holds a run with another one.
+
+    Warns
+    -----
+    UserWarning
+        Several processes train on CPUs: BatchNorm then normalises with each process's share of the batch.
     """
-    place = choose_device(device)
-    run = RunFolder(output, asdict(recipe))
-    batches = TrainingBatches([load_source(s, size=recipe.image_size) for s in recipe.sources], recipe)
-    validation = load_source(recipe.validation, size=recipe.image_size) if recipe.validation else None
-    steps = len(batches)
+    accelerator = start_processes(device)
+    place = accelerator.device
+    share = shared_out(recipe.batch_size, "batch_size", accelerator)
+    run = RunFolder(output, asdict(recipe), main=accelerator.is_main_process, tensorboard=tensorboard)
+    settings: dict[str, Any] = {"root": recipe.root, "size": recipe.image_size, "lazy": lazy}
+    images = TrainingImages([open_training_source(source, **settings) for source in recipe.sources], recipe)
+    validation = None
+    if recipe.validation is not None and accelerator.is_main_process:
+        validation = open_training_source(recipe.validation, **settings)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         backbone = FilmResNet18()
-        classifier = nn.Linear(backbone.out_features, len(batches.class_names))
-    model = (
-        nn.ModuleDict({"backbone": backbone, "classifier": classifier}).to(place).to(memory_format=torch.channels_last)
-    )
+        model: nn.Module = nn.Sequential(backbone, nn.Linear(backbone.out_features, len(images.class_names)))
+    if accelerator.num_processes > 1:
+        if place.type == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        else:
+            warnings.warn(
+                f"PyTorch shares BatchNorm's statistics between GPUs alone: each of {accelerator.num_processes} "
+                f"processes normalises with its own {share} of {recipe.batch_size} images",
+                stacklevel=2,
+            )
+    model.to(place).to(memory_format=torch.channels_last)
     # Weight decay acts on the matrices; on BatchNorm's scales and shifts it would fight the statistics.
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
@@ -165,55 +183,66 @@ def pretrain(
         nesterov=True,
     )
     start = 0
-    if (state := run.load()) is None:
-        if recipe.init is not None:
-            backbone.load_state_dict(load_file(recipe.init))
-    else:
+    if (state := run.resume()) is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
+    elif recipe.init is not None:
+        backbone.load_state_dict(load_file(recipe.init))
+    network = accelerator.prepare_model(model)
+    accelerator.wait_for_everyone()
 
-    loader: Iterator[tuple[Tensor, Tensor]] = iter(
-        DataLoader(
-            batches,
-            batch_size=None,
-            sampler=range(start, steps),
-            num_workers=workers,
-            generator=torch.Generator(),  # else the workers' seed is drawn from the global one
-        )
+    steps = images.steps
+    numbers = range(start * recipe.batch_size, len(images))
+    loader = DataLoader(
+        images,
+        batch_size=share,
+        sampler=numbers[accelerator.process_index :: accelerator.num_processes],
+        num_workers=workers,
+        pin_memory=place.type == "cuda",
+        generator=torch.Generator(),  # else the workers' seed is drawn from the global one
     )
     saved = reported = time.monotonic()
     losses: list[Tensor] = []
-    bar = tqdm(loader, total=steps, initial=start, disable=not progress, desc="pretrain", unit="batch", mininterval=10)
-    for step, (images, labels) in enumerate(bar, start):
+    bar = tqdm(
+        loader, total=steps, initial=start, disable=not progress or not accelerator.is_main_process, unit="batch"
+    )
+    bar.set_description("pretrain")
+    for step, (batch, labels) in enumerate(bar, start):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, recipe)
-        images, labels = images.to(place, non_blocking=True), labels.to(place, non_blocking=True)
-        with autocast(place):
-            logits = classifier(backbone(images))
-        loss = F.cross_entropy(logits.float(), labels, label_smoothing=recipe.label_smoothing)
+        batch = batch.to(place, memory_format=torch.channels_last, non_blocking=True)
+        with autocast(place, recipe.precision):
+            logits = network(batch)
+        loss = F.cross_entropy(
+            logits.float(), labels.to(place, non_blocking=True), label_smoothing=recipe.label_smoothing
+        )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-        now, last = time.monotonic(), step + 1 == steps
-        epoch_ends = (step + 1) % batches.per_epoch == 0
-        if epoch_ends or last or (step + 1) % 50 == 0:
-            mean = float(torch.stack(losses).mean())
-            record = {"step": step + 1, "size": images.shape[-1], "loss": round(mean, 4)}
-            record["images_per_second"] = round(len(losses) * recipe.batch_size / (now - reported), 1)
+        last, epoch_ends = step + 1 == steps, (step + 1) % images.steps_per_epoch == 0
+        if last or epoch_ends or (step + 1) % REPORT_EVERY == 0:
+            mean = float(accelerator.reduce(torch.stack(losses).mean(), "mean"))
+            speed = len(losses) * recipe.batch_size / (time.monotonic() - reported)
+            record: dict[str, Any] = {"loss": mean, "size": batch.shape[-1], "images_per_second": round(speed, 1)}
             if epoch_ends and validation is not None:
-                record["validation"] = round(nearest_mean_accuracy(backbone, validation, place), 4)
+                record["validation"] = nearest_mean_accuracy(backbone, validation, place)
                 model.train()
-            run.log(**record)
-            bar.set_postfix(loss=f"{mean:.3f}", px=images.shape[-1])
+            run.log(step + 1, **record)
+            bar.set_postfix(loss=f"{mean:.3f}", px=batch.shape[-1])
             losses, reported = [], time.monotonic()
-        if last or now - saved > save_every:
-            run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
-            saved = time.monotonic()
+            if accelerator.is_main_process and (last or reported - saved > save_every):
+                run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
+                saved = time.monotonic()
     weights = {name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()}
-    save_file(weights, str(run.path / "backbone.safetensors"))
-    return backbone.eval()
+    if accelerator.is_main_process:
+        save_file(weights, str(run.path / "backbone.safetensors"))
+    accelerator.wait_for_everyone()
+    with torch.device("meta"):
+        trained = FilmResNet18()  # with the BatchNorm that adaptation knows
+    trained.load_state_dict(weights, assign=True)
+    return trained.eval()
 
 
 def nearest_mean_accuracy(
@@ -221,7 +250,7 @@ def nearest_mean_accuracy(
 ) -> float:
     """5-way 5-shot accuracy of the nearest class mean on ``source``: how well features transfer, in seconds."""
     backbone.eval()
-    with torch.no_grad(), autocast(device):
+    with torch.no_grad(), autocast(device, "bfloat16"):
         batches = np.array_split(np.arange(len(source.images)), math.ceil(len(source.images) / 128))
         features = torch.cat([backbone(source.network_input(batch).to(device)).cpu() for batch in batches])
     rng = np.random.default_rng(seed)

@@ -1,15 +1,21 @@
+import copy
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
 
-from fewshot_mahalanobis import SimpleCNAPS
+from fewshot_mahalanobis import MahalanobisHead, ManhattanHead, RegularizedCovariance, SimpleCNAPS
+from fewshot_mahalanobis.episodes.meta_dataset import VariableEpisodes
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.episodes.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
 from fewshot_mahalanobis.evaluation import report as report_module
-from fewshot_mahalanobis.evaluation.report import VARIANTS, evaluate, to_markdown
+from fewshot_mahalanobis.evaluation.curves import plot_curves, pooled_curve
+from fewshot_mahalanobis.evaluation.evaluate import UnadaptedFeatures, unadapted_features
+from fewshot_mahalanobis.evaluation.report import VARIANTS, evaluate, to_markdown, variants_of
+from tests.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +68,7 @@ def test_intervals_cover_the_truth_about_95_times_in_100():
 
 def test_a_report_is_written_as_it_goes_and_continued(model, tmp_path, monkeypatch):
     sources = {"a": colours(), "b": colours(classes=3)}
-    monkeypatch.setattr(report_module, "load_source", lambda path, size: sources[path])
+    monkeypatch.setattr(report_module, "open_source", lambda path, root, size: sources[path])
     file = tmp_path / "results" / "r.json"
     settings = {"way": 4, "queries": 2, "episodes": 3, "progress": False}
     first = evaluate(model, ["a"], (1,), results=file, **settings)
@@ -70,23 +76,165 @@ def test_a_report_is_written_as_it_goes_and_continued(model, tmp_path, monkeypat
     assert json.loads(file.read_text()) == first
 
     computed = []
-    real = report_module.evaluate_source
-    monkeypatch.setattr(report_module, "evaluate_source", lambda *a, **k: computed.append(k["shot"]) or real(*a, **k))
+    real = report_module._scores
+    monkeypatch.setattr(report_module, "_scores", lambda *a: computed.append((a[3]["shot"], [*a[2]])) or real(*a))
     both = evaluate(model, ["a"], (1, 2), results=file, **settings)
-    assert computed == [2]
+    assert computed == [(2, [*VARIANTS])]
     assert both[0] == first[0]
     assert [record["shot"] for record in json.loads(file.read_text())] == [1, 2]
+
+    # another variant is added to the same episodes; another model is another record
+    more = evaluate(
+        model, ["a"], (1,), variants=variants_of(model, ["euclidean", "cosine"], True), results=file, **settings
+    )
+    assert computed[1:] == [(1, ["adapted, cosine"])]
+    assert list(more[0]["accuracy"]) == ["adapted, Euclidean", "adapted, cosine"]
+    assert more[0]["accuracy"]["adapted, Euclidean"] == first[0]["accuracy"]["adapted, Euclidean"]
+    assert list(json.loads(file.read_text())[0]["accuracy"]) == [*VARIANTS, "adapted, cosine"]
+    other = copy.deepcopy(model)
+    other.feature_extractor.conv1.weight.data *= -1
+    evaluate(other, ["a"], (1,), results=file, **settings)
+    assert computed[2:] == [(1, [*VARIANTS])]
+    assert len({record["model"] for record in json.loads(file.read_text())}) == 2
+
+
+def test_results_of_the_first_version_are_not_computed_again(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(report_module, "open_source", lambda path, root, size: colours())
+    monkeypatch.setattr(report_module, "_scores", None)
+    key = {"source": "colours", "way": 4, "shot": 1, "queries": 2, "episodes": 3, "seed": 0, "precision": "float32"}
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps([{**key, "accuracy": {name: [50.0, 1.0] for name in VARIANTS}}]))
+    records = evaluate(model, ["a"], (1,), results=file, way=4, queries=2, episodes=3, progress=False)
+    assert records == json.loads(file.read_text())
 
 
 def test_a_source_of_fewer_classes_is_evaluated_with_those_and_left_out_of_the_average(model, monkeypatch):
     sources = {"a": colours(), "b": colours(classes=3)}
     sources["b"] = ImageSource("few", sources["b"].images, sources["b"].labels, sources["b"].class_names)
-    monkeypatch.setattr(report_module, "load_source", lambda path, size: sources[path])
+    monkeypatch.setattr(report_module, "open_source", lambda path, root, size: sources[path])
     records = evaluate(model, ["a", "b"], (1,), way=4, queries=2, episodes=3, progress=False)
     table = to_markdown(records).splitlines()
     assert [record["way"] for record in records] == [4, 3]
     assert table[0].split("|")[2].strip() == "adapted"
     assert "few, 3-way 1-shot" in table[3]
     assert "average of 1, 4-way 1-shot" in table[4]
-    means = [f"{records[0]['accuracy'][name][0]:.1f}" for name in VARIANTS]
+    means = ["{:.1f} ± {:.1f}".format(*records[0]["accuracy"][name]) for name in VARIANTS]
     assert [cell.strip() for cell in table[4].split("|")[2:-1]] == means
+
+
+def test_variants_are_what_their_names_say(model):
+    """Each against the model's parts put together by hand, on the same episode."""
+    source = colours()
+    variants = [
+        Variant(True, "mahalanobis", task_covariance=False),
+        Variant(True, "mahalanobis", projection=False),
+        Variant(False, "manhattan"),
+    ]
+    projecting = copy.deepcopy(model)
+    projecting.projection = torch.nn.Linear(512, 512)
+    torch.nn.init.normal_(projecting.projection.weight, generator=torch.Generator().manual_seed(1))
+    torch.nn.init.zeros_(projecting.projection.bias)
+    found = evaluate_source(projecting, source, variants, way=4, shot=3, queries=3, episodes=3)
+    for index in range(3):
+        episode = draw_episode(source.indices_of_class(), [3] * 4, 3, episode_rng(0, index))
+        support, query = source.network_input(episode.support), source.network_input(episode.query)
+        labels = torch.from_numpy(episode.support_labels)
+        adapted, plain = (projecting.adapt(support, labels, adapt=adapt) for adapt in (True, False))
+        no_task = MahalanobisHead(RegularizedCovariance(task_covariance=False))
+        with torch.no_grad():
+            space = projecting.projection
+            logits = [
+                no_task(space(adapted.support_features), labels, space(adapted.features(query))),
+                model.head(adapted.support_features, labels, adapted.features(query)),
+                ManhattanHead()(space(plain.support_features), labels, space(plain.features(query))),
+            ]
+        for variant, of_variant in zip(variants, logits, strict=True):
+            right = of_variant.argmax(1).numpy() == episode.query_labels
+            assert found[variant][index] == pytest.approx(right.mean())
+    assert [v.title for v in variants] == ["adapted, -TR", "adapted, no projection", "not adapted, Manhattan"]
+
+
+def test_variants_that_a_model_does_not_have_are_refused(model):
+    with pytest.raises(ValueError, match="no trained linear head, its head is 'mahalanobis'"):
+        variants_of(model, ["linear"])
+    with pytest.raises(ValueError, match="there is no head 'nearest'"):
+        variants_of(model, ["nearest"])
+    with pytest.raises(ValueError, match="no projection to leave out"):
+        variants_of(model, projection=False)
+    with pytest.raises(ValueError, match="the checkpoint has no adaptation"):
+        variants_of(tiny_model(), adapt=True)
+    with pytest.raises(ValueError, match="'cosine' has no task covariance"):
+        evaluate_source(model, colours(), [Variant(True, "cosine", task_covariance=False)], episodes=1)
+    assert list(variants_of(tiny_model())) == ["not adapted", "not adapted, Euclidean"]
+    assert list(variants_of(model, ["mahalanobis", "cosine"], True, task_covariance=False)) == [
+        "adapted", "adapted, -TR", "adapted, cosine",
+    ]  # fmt: skip
+
+
+def test_unadapted_features_go_through_the_network_once_and_equal_those_of_all_images():
+    model, source = tiny_model(), colours(classes=5, each=4)
+    whole = unadapted_features(model, source)
+    features = UnadaptedFeatures(model, source, batch_size=3)
+    network = features._task._extractor
+    network.batches.clear()
+    for indices in ([3, 1, 1, 7], [7, 3], [], [0, 1, 2, 3, 19]):
+        torch.testing.assert_close(features[np.array(indices, dtype=np.int64)], whole[indices], rtol=1e-5, atol=1e-6)
+    assert network.batches == [3, 3]  # 1, 3, 7, then 0, 2, 19
+
+
+def test_variable_episodes_are_those_of_meta_dataset_and_grouped_by_ways_and_shots(monkeypatch):
+    model, source = tiny_model(), colours(classes=7, each=9, noise=120)
+    monkeypatch.setattr(report_module, "open_source", lambda path, root, size: source)
+    (record,) = evaluate(model, ["a"], protocol="variable", episodes=12, seed=3, progress=False)
+    assert (record["way"], record["shot"], record["protocol"]) == (None, None, "variable")
+    ways, shots, accuracies = {}, {}, []
+    for index in range(12):
+        episode = VariableEpisodes(source, seed=3).draw(index)
+        labels = torch.from_numpy(episode.support_labels)
+        task = model.adapt(source.network_input(episode.support), labels)
+        right = task.logits(source.network_input(episode.query)).argmax(1).numpy() == episode.query_labels
+        accuracies.append(100 * right.mean())
+        ways.setdefault(episode.way, []).append(100 * right.mean())
+        for k in range(episode.way):
+            of_class = right[episode.query_labels == k]
+            shots.setdefault(int((labels == k).sum()), []).append(100 * of_class.mean())
+    mean, half_width = record["accuracy"]["not adapted"]
+    assert mean == pytest.approx(np.mean(accuracies))
+    assert half_width == pytest.approx(1.96 * np.std(accuracies, ddof=1) / np.sqrt(12))
+    for naive, name in ((ways, "by_way"), (shots, "by_shot")):
+        rows = {number: rest for number, *rest in record[name]["not adapted"]}
+        assert rows.keys() == naive.keys()
+        for number, values in naive.items():
+            spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
+            assert rows[number] == pytest.approx([len(values), np.mean(values), spread])
+
+
+def test_curves_pool_sources_as_if_their_classes_were_one_list(tmp_path):
+    rng = np.random.default_rng(0)
+    numbers = [rng.integers(1, 40, 200) for _ in range(2)]
+    values = [rng.uniform(0, 1, 200) for _ in range(2)]
+    records = [
+        {"source": name, "protocol": "variable", "way": None, "shot": None,
+         **{by: {"adapted": report_module._grouped(n, v)} for by in ("by_way", "by_shot")}}
+        for name, n, v in zip("ab", numbers, values, strict=True)
+    ]  # fmt: skip
+    all_numbers, all_values = np.concatenate(numbers), 100 * np.concatenate(values)
+    curve = pooled_curve(records, "shot")
+    edges = [1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 19, 23, 29, 36, 45]
+    groups = [(all_numbers >= low) & (all_numbers < high) for low, high in itertools.pairwise(edges)]
+    for point, group in zip(curve, groups, strict=True):
+        chosen = all_values[group]
+        assert point["shot"] == round(all_numbers[group].mean())
+        half_width = 1.96 * chosen.std(ddof=1) / np.sqrt(len(chosen))
+        assert point["accuracy"]["adapted"] == pytest.approx([chosen.mean(), half_width])
+    files = plot_curves(records, tmp_path / "plots")
+    assert [file.name for file in files] == ["accuracy_by_shot.png", "accuracy_by_way.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_two_sources_of_one_name_and_unknown_protocols_are_refused(model, monkeypatch):
+    monkeypatch.setattr(report_module, "open_source", lambda path, root, size: colours())
+    with pytest.raises(ValueError, match="two sources are called 'colours'"):
+        evaluate(model, ["a", "b"], (1,), way=2, queries=1, episodes=2, progress=False)
+    with pytest.raises(ValueError, match='protocol must be "fixed" or "variable"'):
+        evaluate(model, ["a"], protocol="random")

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
 
@@ -12,7 +13,7 @@ def encoder() -> SetEncoder:
         torch.manual_seed(0)
         encoder = SetEncoder()
         for norm in encoder.norms:
-            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.uniform_(norm.weight, -1.5, 1.5)  # which turns what a max pool picks around
             nn.init.normal_(norm.bias, 0.0, 0.3)
     return encoder
 
@@ -42,6 +43,23 @@ def test_statistics_are_those_of_the_whole_set_whatever_the_chunk(encoder, chunk
         z = encoder(images(7), chunk_size)
         assert z.shape == (64,)
         torch.testing.assert_close(z.double(), plain(encoder, images(7)), rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_bound_the_memory_of_a_large_set(encoder):
+    largest = 0
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            outputs = result if isinstance(result, tuple | list) else [result]
+            largest = max([largest, *(x.numel() for x in outputs if isinstance(x, torch.Tensor))])
+            return result
+
+    support = images(48)
+    with torch.no_grad(), Watched():
+        encoder(support, 4)
+    assert largest == 4 * 64 * 40 * 40  # the unpooled maps of a chunk
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])

@@ -1,4 +1,4 @@
-"""Both training commands on small sources that the tests draw: they learn, and a killed run goes on."""
+"""Both training commands on a small source that the tests draw: they learn, report, start from what they are given."""
 
 import json
 from dataclasses import replace
@@ -7,97 +7,57 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from fewshot_mahalanobis import load_checkpoint
-from fewshot_mahalanobis.episodes.sampling import episode_rng
+from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, episode_rng
 from fewshot_mahalanobis.episodes.sources import load_source
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.training.meta_train import (
-    MetaTrainRecipe,
-    TrainingTasks,
-    cut_to_ink,
-    is_grey,
-    meta_train,
-    one_camera,
-    scale_features_,
-)
+from fewshot_mahalanobis.training import meta_train as meta_training
+from fewshot_mahalanobis.training.camera import cut_to_ink, is_grey, one_camera
 from fewshot_mahalanobis.training.meta_train import learning_rate as meta_learning_rate
-from fewshot_mahalanobis.training.pretrain import PretrainRecipe, TrainingBatches, learning_rate, pretrain
-
-SMALL = {"epochs": 2, "batch_size": 8, "peak_lr": 0.05, "phases": ((0.5, 32), (0.5, 40)), "image_size": 40}
+from fewshot_mahalanobis.training.meta_train import meta_train, scale_features_, validation_due
+from fewshot_mahalanobis.training.pretrain import TrainingImages, learning_rate, pretrain
+from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe
+from fewshot_mahalanobis.training.run import RunFolder
+from fewshot_mahalanobis.training.tasks import TrainingTasks
+from fewshot_mahalanobis.training.validation import better_on_most
+from tests.training.small import PRETRAIN, draw_colours, meta_recipe
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Six classes, each of one colour with noise: 8 images each."""
-    root, rng = tmp_path_factory.mktemp("sources") / "colours", np.random.default_rng(0)
-    for k in range(6):
-        (root / f"c{k}").mkdir(parents=True)
-        colour = rng.integers(0, 256, 3)
-        for i in range(8):
-            pixels = np.clip(colour + rng.normal(0, 30, (40, 40, 3)), 0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(root / f"c{k}" / f"{i}.png")
-    return str(root)
+    return draw_colours(tmp_path_factory.mktemp("sources") / "colours")
 
 
 @pytest.fixture(scope="module")
 def backbone(folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "backbone"
-    pretrain(PretrainRecipe((folder,), folder, **SMALL), output, device="cpu", progress=False)
+    pretrain(PretrainRecipe((folder,), folder, **PRETRAIN), output, device="cpu", progress=False)
     return output
 
 
-class Interrupted(Exception):
-    pass
-
-
-def interrupt_after(monkeypatch, run_class, calls):
-    """Make the ``calls``-th state saved the last thing a run does."""
-    save, count = run_class.save, 0
-
-    def interrupted(self, state):
-        nonlocal count
-        save(self, state)
-        count += 1
-        if count == calls:
-            raise Interrupted
-
-    monkeypatch.setattr(run_class, "save", interrupted)
+def log_of(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 def test_pretraining_writes_a_backbone_that_loads_and_reports(backbone):
     weights = load_file(backbone / "backbone.safetensors")
     FilmResNet18().load_state_dict(weights)
-    log = [json.loads(line) for line in (backbone / "log.jsonl").read_text().splitlines()]
+    log = log_of(backbone)
     assert log[-1]["step"] == 12
     assert [record["validation"] for record in log if "validation" in record][-1] > 0.2
 
 
-def test_a_killed_pretraining_continues_to_the_same_weights(folder, backbone, tmp_path, monkeypatch):
-    from fewshot_mahalanobis.training.run import RunFolder
-
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, RunFolder, 5)
-        with pytest.raises(Interrupted):
-            pretrain(PretrainRecipe((folder,), folder, **SMALL), tmp_path, device="cpu", save_every=0, progress=False)
-    assert not (tmp_path / "backbone.safetensors").exists()
-    pretrain(PretrainRecipe((folder,), folder, **SMALL), tmp_path, device="cpu", progress=False)
-    expected = load_file(backbone / "backbone.safetensors")
-    for name, value in load_file(tmp_path / "backbone.safetensors").items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
-
-
 def test_another_recipe_in_the_same_folder_is_refused(folder, backbone):
     with pytest.raises(ValueError, match=r"another recipe \(different: peak_lr\)"):
-        pretrain(PretrainRecipe((folder,), folder, **{**SMALL, "peak_lr": 0.1}), backbone, progress=False)
+        pretrain(PretrainRecipe((folder,), folder, **{**PRETRAIN, "peak_lr": 0.1}), backbone, progress=False)
 
 
 def test_pretraining_starts_from_the_weights_it_is_given(folder, backbone, tmp_path):
     given = str(backbone / "backbone.safetensors")
-    settings = {**SMALL, "epochs": 1, "peak_lr": 1e-9}  # too small a step to leave the start
+    settings = {**PRETRAIN, "epochs": 1, "peak_lr": 1e-9}  # too small a step to leave the start
     pretrain(PretrainRecipe((folder,), init=given, **settings), tmp_path, device="cpu", progress=False)
     start, end = load_file(given), load_file(tmp_path / "backbone.safetensors")
     trained = [name for name, _ in FilmResNet18().named_parameters()]
@@ -105,24 +65,26 @@ def test_pretraining_starts_from_the_weights_it_is_given(folder, backbone, tmp_p
         torch.testing.assert_close(end[name], start[name], rtol=1e-5, atol=1e-6)
 
 
-def test_batches_follow_from_seed_and_number_and_cover_the_epoch(folder):
-    recipe = PretrainRecipe((folder,), **SMALL)
-    batches, again = (TrainingBatches([load_source(folder, size=40)], recipe) for _ in range(2))
-    assert len(batches) == 12
-    images, labels = batches[4]
-    assert torch.equal(images, again[4][0])
-    assert torch.equal(labels, again[4][1])
-    assert images.shape == (8, 3, 32, 32)
-    assert batches[7][0].shape == (8, 3, 40, 40)
-    assert torch.cat([batches[i][1] for i in range(6)]).bincount().tolist() == [8] * 6
+def test_images_follow_from_seed_and_number_and_cover_the_epoch(folder):
+    recipe = PretrainRecipe((folder,), **PRETRAIN)
+    images, again = (TrainingImages([load_source(folder, size=40)], recipe) for _ in range(2))
+    assert images.steps == 12
+    assert len(images) == 96
+    for number in (39, 2, 95):  # in any order
+        assert torch.equal(images[number][0], again[number][0])
+    assert again[2][0].shape == (3, 32, 32)
+    assert again[95][0].shape == (3, 40, 40)
+    for epoch in (range(48), range(48, 96)):
+        assert torch.stack([images[i][1] for i in epoch]).bincount().tolist() == [8] * 6
+    assert not torch.equal(TrainingImages([load_source(folder, size=40)], replace(recipe, seed=1))[2][0], images[2][0])
 
 
 def test_sources_with_a_class_in_common_share_its_label(folder):
     source = load_source(folder, size=40)
     half = replace(source, name="half", images=source.images[:16], labels=source.labels[:16], class_names=("c0", "c1"))
-    batches = TrainingBatches([source, half], PretrainRecipe((folder,), **SMALL))
-    assert len(batches.class_names) == 6
-    assert batches.labels.bincount().tolist() == [16, 16, 8, 8, 8, 8]
+    images = TrainingImages([source, half], PretrainRecipe((folder,), **PRETRAIN))
+    assert len(images.class_names) == 6
+    assert images.labels.bincount().tolist() == [16, 16, 8, 8, 8, 8]
 
 
 def test_learning_rates_warm_up_peak_and_fall_to_zero():
@@ -132,18 +94,39 @@ def test_learning_rates_warm_up_peak_and_fall_to_zero():
     assert rates[0] < 0.05 * recipe.peak_lr
     assert rates[-1] < 1e-3 * recipe.peak_lr
     assert all(a >= b for a, b in pairwise(rates[50:]))
-    meta = [meta_learning_rate(step, 100, MetaTrainRecipe(("a",), "b")) for step in range(100)]
+    cosine = MetaTrainRecipe(("a",), "b", schedule="cosine")
+    meta = [meta_learning_rate(step, 100, cosine) for step in range(100)]
     assert max(meta) == pytest.approx(5e-4, rel=0.01)
     assert meta[-1] < 1e-6
+    assert meta_learning_rate(99, 100, MetaTrainRecipe(("a",), "b")) == 5e-4  # the paper's is constant
 
 
-def recipe_for(folder, backbone, **settings):
-    small = {"tasks": 8, "tasks_per_step": 2, "phases": ((0.5, 32), (0.5, 40)), "model": {"image_size": 40}}
-    return MetaTrainRecipe((folder,), str(backbone / "backbone.safetensors"), **{**small, **settings})
+def test_the_default_recipe_is_the_paper_s():
+    """Appendix "Experimental details" of Bateni et al., CVPR 2020."""
+    recipe = MetaTrainRecipe(("a",), "b")
+    assert (recipe.tasks, recipe.tasks_per_step, recipe.learning_rate, recipe.penalty) == (110_000, 16, 0.0005, 0.001)
+    assert recipe.tasks // recipe.tasks_per_step == 6_875  # gradient steps
+    due = [step for step in range(6_875) if validation_due(step, recipe)]
+    assert [(step + 1) * 16 for step in due] == list(range(10_000, 110_001, 10_000))
+    assert (recipe.episodes, recipe.max_way, recipe.max_support, recipe.augment) == ("variable", 40, 400, False)
+
+
+def test_a_step_that_passes_several_validations_validates_once():
+    recipe = MetaTrainRecipe(("a",), "b", tasks=64, validate_every=24)
+    assert [validation_due(step, recipe) for step in range(4)] == [False, True, True, False]
+
+
+def test_better_is_better_on_at_least_half_of_the_sources():
+    best = {"a": 0.5, "b": 0.5, "c": 0.5, "d": 0.5}
+    assert better_on_most(best, None)
+    assert not better_on_most(best, best)
+    assert better_on_most({"a": 0.51, "b": 0.51, "c": 0.1, "d": 0.1}, best)
+    assert not better_on_most({"a": 0.9, "b": 0.5, "c": 0.5, "d": 0.5}, best)
+    assert better_on_most({"a": 0.6}, {"a": 0.5})
 
 
 def test_meta_training_changes_the_adapters_alone_and_writes_a_checkpoint(folder, backbone, tmp_path):
-    recipe = recipe_for(folder, backbone, validation=(folder,), feature_scale=2.0)
+    recipe = meta_recipe(folder, backbone, validation=(folder,), feature_scale=2.0)
     model = meta_train(recipe, tmp_path, device="cpu", progress=False)
     loaded = load_checkpoint(tmp_path / "checkpoint")
     assert loaded.config == model.config
@@ -152,49 +135,167 @@ def test_meta_training_changes_the_adapters_alone_and_writes_a_checkpoint(folder
     start = load_file(backbone / "backbone.safetensors")
     assert torch.equal(model.feature_extractor.conv1.weight, start["conv1.weight"])
     assert torch.equal(model.feature_extractor.layers[3][1].bn2.running_mean, start["layers.3.1.bn2.running_mean"])
-    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["step"] == 4
-    assert 0 <= log[-1]["validation"]["colours"] <= 1
+    log = log_of(tmp_path)
+    assert [record["step"] for record in log] == [1, 2, 3, 4]
+    assert 0 <= log[-1]["validation"][folder] <= 1
 
 
-def test_a_killed_meta_training_continues_to_the_same_weights(folder, backbone, tmp_path, monkeypatch):
-    from fewshot_mahalanobis.training.run import RunFolder
+def test_the_best_checkpoint_is_that_of_the_best_validation(folder, backbone, tmp_path, monkeypatch):
+    """Validation accuracies are played: 0.3, 0.6, 0.5, 0.2 after the four steps."""
+    played = iter([0.3, 0.6, 0.5, 0.2])
+    monkeypatch.setattr(meta_training, "validate", lambda *arguments, **options: {folder: next(played)})
+    recipe = meta_recipe(folder, backbone, validation=(folder,), validate_every=2)
+    seen = []
+    save = meta_training.TaskLogits.forward
 
-    whole = meta_train(recipe_for(folder, backbone), tmp_path / "whole", device="cpu", progress=False)
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, RunFolder, 2)
-        with pytest.raises(Interrupted):
-            meta_train(recipe_for(folder, backbone), tmp_path / "cut", device="cpu", save_every=0, progress=False)
-    resumed = meta_train(recipe_for(folder, backbone), tmp_path / "cut", device="cpu", progress=False)
-    for name, value in resumed.state_dict().items():
-        torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-3, atol=1e-4)
+    def forward(self, *arguments):
+        seen.append(self.model.film_generator.layers[0].shared[0].weight.detach().clone())
+        return save(self, *arguments)
+
+    monkeypatch.setattr(meta_training.TaskLogits, "forward", forward)
+    meta_train(recipe, tmp_path, device="cpu", progress=False)
+    best = load_checkpoint(tmp_path / "best").film_generator.layers[0].shared[0].weight
+    assert torch.equal(best, seen[4].half().float())  # the weights that the third step starts with
+    assert not torch.equal(best, load_checkpoint(tmp_path / "checkpoint").film_generator.layers[0].shared[0].weight)
+
+
+def test_loss_and_gradient_of_a_step_are_means_over_its_tasks_and_the_penalty_counts_once(folder, backbone, tmp_path):
+    """Against a plain loop: Adam's first step moves every weight by its rate, against the sign of the gradient."""
+    recipe = meta_recipe(folder, backbone, tasks=2, precision="float32", penalty=30.0)
+    trained = meta_train(recipe, tmp_path, device="cpu", progress=False)
+    model = meta_training.starting_model(recipe)
+    tasks = TrainingTasks([load_source(folder, size=32)], recipe, 32)
+    losses = []
+    for task in (tasks[0], tasks[1]):
+        logits = model(task.support_images, task.support_labels, task.query_images)
+        losses.append(torch.nn.functional.cross_entropy(logits, task.query_labels))
+    scales = [p for name, p in model.film_generator.named_parameters() if ".scales." in name]
+    (sum(losses) / 2 + 30.0 * sum((p**2).sum() for p in scales)).backward()
+    assert log_of(tmp_path)[0]["loss"] == pytest.approx((sum(losses) / 2).item(), rel=1e-5)
+    for (name, before), after in zip(model.named_parameters(), trained.parameters(), strict=True):
+        if before.grad is not None:
+            expected = before - recipe.learning_rate * before.grad / (before.grad.abs() + 1e-8)
+            sure = before.grad.abs() > 1e-6  # smaller ones are rounding noise
+            torch.testing.assert_close(after[sure], expected[sure], rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_meta_training_starts_from_the_adaptation_networks_it_is_given(folder, backbone, tmp_path):
-    first = meta_train(recipe_for(folder, backbone), tmp_path / "first", device="cpu", progress=False)
-    recipe = recipe_for(folder, backbone, init=str(tmp_path / "first" / "checkpoint"), learning_rate=1e-9, seed=1)
+    first = meta_train(meta_recipe(folder, backbone, tasks=2), tmp_path / "first", device="cpu", progress=False)
+    settings = {"tasks": 2, "learning_rate": 1e-9, "seed": 1}  # too small a step to leave the start
+    recipe = meta_recipe(folder, backbone, init=str(tmp_path / "first" / "checkpoint"), **settings)
     second = meta_train(recipe, tmp_path / "second", device="cpu", progress=False)
     for (name, value), before in zip(second.named_parameters(), first.parameters(), strict=True):
         torch.testing.assert_close(value, before, rtol=1e-3, atol=1e-4, msg=name)
-    other = recipe_for(folder, backbone, init=recipe.init, model={"image_size": 40, "adaptation": "auto-regressive"})
+    other = meta_recipe(folder, backbone, init=recipe.init, model={"image_size": 32, "adaptation": "auto-regressive"})
     with pytest.raises(ValueError, match="of another model"):
         meta_train(other, tmp_path / "third", device="cpu", progress=False)
 
 
 def test_a_model_without_adaptation_cannot_be_meta_trained(folder, backbone, tmp_path):
-    recipe = recipe_for(folder, backbone, model={"image_size": 40, "adaptation": "none"})
+    recipe = meta_recipe(folder, backbone, model={"image_size": 40, "adaptation": "none"})
     with pytest.raises(ValueError, match="nothing to meta-train"):
         meta_train(recipe, tmp_path, progress=False)
 
 
-def test_tasks_follow_from_seed_and_number(folder, backbone):
-    tasks = TrainingTasks([load_source(folder, size=40)], recipe_for(folder, backbone))
+@pytest.mark.parametrize("kind", ["variable", "fixed", "small"])
+def test_tasks_follow_from_seed_and_number(kind, folder, backbone):
+    recipe = meta_recipe(folder, backbone, episodes=kind, augment=True, lite=3, phases=((0.5, 32), (0.5, 40)))
+    tasks = TrainingTasks([load_source(folder, size=40)], recipe, 40)
     for number in (0, 7):
         first, second = tasks[number], tasks[number]
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         assert first.support_images.shape[2] == (32 if number == 0 else 40)
         assert set(first.query_labels.tolist()) <= set(first.support_labels.tolist())
         assert first.support_images.abs().max() <= 1
+
+
+def test_tasks_are_the_episodes_of_the_samplers(folder, backbone):
+    source = load_source(folder, size=40)
+    fixed = TrainingTasks([source], meta_recipe(folder, backbone, episodes="fixed", seed=3), 40)[5]
+    episode = FixedEpisodes(source, 5, 1, 2, seed=3).draw(5)
+    assert torch.equal(fixed.support_images, source.network_input(episode.support))
+    assert torch.equal(fixed.query_labels, torch.from_numpy(episode.query_labels))
+    recipe = meta_recipe(folder, backbone, episodes="variable", seed=3, max_way=5, max_support=7)
+    variable = TrainingTasks([source], recipe, 40)
+    tasks = [variable[number] for number in range(10)]
+    assert {len(task.support_labels) for task in tasks} <= {5, 6, 7}
+    assert {int(task.support_labels.max()) + 1 for task in tasks} == {5}
+
+
+def test_lite_moves_a_random_subset_of_the_support_to_the_front(folder, backbone):
+    source = load_source(folder, size=40)
+    plain, lite = (TrainingTasks([source], meta_recipe(folder, backbone, lite=size), 40) for size in (None, 2))
+    first_labels = []
+    for number in range(12):
+        task, moved = plain[number], lite[number]
+        order = [
+            next(j for j, image in enumerate(task.support_images) if torch.equal(image, moved_image))
+            for moved_image in moved.support_images
+        ]
+        assert sorted(order) == list(range(len(order)))
+        assert torch.equal(moved.support_labels, task.support_labels[order])
+        assert torch.equal(moved.query_images, task.query_images)
+        first_labels.append(order[0])
+    assert len(set(first_labels)) > 2
+
+
+def test_workers_make_the_same_tasks(folder, backbone, tmp_path):
+    recipe = meta_recipe(folder, backbone, tasks=4)
+    alone, helped = (
+        meta_train(recipe, tmp_path / str(workers), device="cpu", workers=workers, lazy=workers > 0, progress=False)
+        for workers in (0, 1)
+    )
+    for (name, value), other in zip(alone.state_dict().items(), helped.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+def test_logs_for_tensorboard_hold_what_the_log_holds(folder, backbone, tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recipe = meta_recipe(folder, backbone, tasks=4, validation=(folder,))
+    meta_train(recipe, tmp_path, device="cpu", progress=False, tensorboard=True)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    log = log_of(tmp_path)
+    losses = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert losses == [(record["step"], pytest.approx(record["loss"], rel=1e-6)) for record in log]
+    [validation] = events.Scalars(f"validation/{folder}")
+    assert validation.value == pytest.approx(log[-1]["validation"][folder])
+
+
+def test_logs_after_the_saved_state_are_forgotten_when_a_run_goes_on(tmp_path):
+    run = RunFolder(tmp_path, {"a": 1})
+    assert run.resume() is None
+    for step in (1, 2, 3):
+        run.log(step, loss=step / 2)
+        if step == 2:
+            run.save({"step": 2})
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # where a kill cut it off
+    again = RunFolder(tmp_path, {"a": 1})
+    assert again.resume() == {"step": 2}
+    again.log(3, loss=9.0)
+    assert [record["loss"] for record in log_of(tmp_path)] == [0.5, 1.0, 9.0]
+
+
+def test_a_gpu_by_number_is_refused_with_what_to_do(folder, tmp_path):
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
+        pretrain(PretrainRecipe((folder,)), tmp_path / "run", device="cuda:1")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": {"heads": "linear"}}, "no setting 'heads'"),
+        ({"episodes": "some"}, "episodes must be 'variable' or 'fixed' or 'small', not 'some'"),
+        ({"lite": 0}, "lite must be positive"),
+        ({"tasks": 1}, "less than one step"),
+        ({"episodes": "fixed", "shot": 9}, "classes of at least 10 images"),
+        ({"root": "nowhere", "sources": ("dtd:train",)}, "no DTD below nowhere"),
+    ],
+)
+def test_a_recipe_that_cannot_be_followed_is_refused_by_name(settings, message, folder, backbone, tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        meta_train(meta_recipe(folder, backbone, **settings), tmp_path, device="cpu", progress=False)
 
 
 def test_one_camera_treats_every_image_of_a_task_alike():

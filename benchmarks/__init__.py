@@ -1,0 +1,1 @@
+"""Speed side by side with other ways to do the same: ``python -m benchmarks``."""

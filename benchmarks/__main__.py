@@ -1,0 +1,70 @@
+"""Measure, print the tables, and write them into docs/speed.md.
+
+Several minutes for each benchmark, on an idle machine. What is measured is kept in benchmarks/results, so that a run
+that was cut off goes on; ``--again`` measures anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.record import RESULTS, Record, Table, machine
+from fewshot_mahalanobis.evaluation.evaluate import markdown_table
+
+PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+NAMES = ("task", "head", "streaming", "scaling", "export", "compile", "peers", "precision", "meta_training")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all if none is given")
+    parser.add_argument("--data", type=Path, help="folder of image sets, for peers and precision", default=_data())
+    parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
+    parser.add_argument("--quick", action="store_true", help="the smallest of each, once: shows that it works")
+    chosen = parser.parse_args(arguments)
+    names = chosen.names or list(NAMES)
+    if unknown := set(names) - set(NAMES):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    print(machine())
+    for name in names:
+        record = Record(name, None if chosen.quick else RESULTS, chosen.quick, chosen.data)
+        if not chosen.again:
+            record.read()
+        record.tables = importlib.import_module(f"benchmarks.{name}").run(record)
+        record.write()
+        print("\n" + markdown(record.tables))
+    if not chosen.quick:
+        write_page(PAGE, [Record(name).read() for name in NAMES])
+
+
+def _data() -> Path | None:
+    folder = os.environ.get("FEWSHOT_MAHALANOBIS_DATA")
+    return Path(folder) if folder else None
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    parts = []
+    for table in tables:
+        if table.rows:
+            parts.append(f"### {table.title}\n\n{markdown_table(table.rows, table.header)}")
+            parts.extend([table.note] if table.note else [])
+    return "\n\n".join(parts)
+
+
+def write_page(page: Path, records: Sequence[Record]) -> None:
+    """Put the tables that there are between the markers of the page."""
+    before, rest = page.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    measured = [record for record in records if markdown(record.tables)]
+    machines = "; ".join(sorted({record.machine for record in measured}))
+    tables = "\n\n".join(markdown(record.tables) for record in measured)
+    page.write_text(f"{before}{BEGIN}\n\n{machines}.\n\n{tables}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

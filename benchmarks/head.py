@@ -1,0 +1,79 @@
+"""The Mahalanobis head against the plain loop over classes: time of fit and logits, error, memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from benchmarks import plain
+from benchmarks.record import Record, Table
+from benchmarks.tasks import drawn_features
+from benchmarks.timing import Times, extra_megabytes, in_own_process, ratio, show, take_turns
+from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance
+
+#: Ways, shots, queries, and the ratio that is aimed at.
+TASKS = ((5, 5, 75, 10), (50, 10, 500, 30), (200, 5, 1000, 80), (1000, 5, 1000, 80))
+#: Ways, shots, queries, and the megabytes that are allowed.
+MEMORY = ((1000, 5, 1000, 200), (10_000, 5, 1000, 2000))
+
+
+def run(record: Record) -> list[Table]:
+    speed, memory = [], []
+    for ways, shots, queries, aim in TASKS[:1] if record.quick else TASKS:
+        name = f"{ways}-way {shots}-shot, {queries} queries"
+        found = record.value(name, lambda: _measure(ways, shots, queries, record.repeats))  # noqa: B023
+        speed.append(
+            [
+                name,
+                show(found["plain"]),
+                show(found["head"]),
+                show(found["logits"]),
+                ratio(found["plain"], found["head"]),
+                str(aim),
+                f"{found['error']:.1e}",
+                f"{found['plain error']:.1e}",
+            ]
+        )
+    for ways, shots, queries, most in () if record.quick else MEMORY:
+        name = f"{ways:,} classes x {shots} shots, {queries:,} queries"
+        found = record.value(name, lambda: in_own_process("head", ways, shots, queries))  # noqa: B023
+        memory.append([name, f"{found['megabytes']:.0f} MB", f"{most:,} MB", f"{found['seconds']:.2g} s"])
+    header = ["d = 512", "plain loop", "fit + logits", "logits alone", "ratio", "aim", "error", "plain loop's"]
+    note = "Errors: largest relative difference of a distance from dense float64."
+    return [
+        Table("Head against the d x d inverse of each class", header, speed, note),
+        Table("Memory of the head", ["task", "peak beyond the features", "aim", "time"], memory),
+    ]
+
+
+@torch.no_grad()
+def _measure(ways: int, shots: int, queries: int, repeats: int) -> dict[str, Times | float]:
+    task = drawn_features(ways, shots, queries)
+    head = MahalanobisHead()
+    state = head.fit(*task[:2])
+    calls = {"plain": lambda: plain.logits(*task), "head": lambda: head(*task)}
+    times: dict[str, Times | float] = {**take_turns(calls, repeats)}
+    times["logits"] = take_turns({"logits": lambda: head.logits(state, task[2])}, repeats)["logits"]
+    few = task[0], task[1], task[2][:20]
+    exact = plain.logits(few[0].double(), few[1], few[2].double())
+    for name, logits in (("error", head(*few)), ("plain error", plain.logits(*few))):
+        times[name] = float(((logits - exact) / exact).abs().max())
+    return times
+
+
+@torch.no_grad()
+def _memory(ways: int, shots: int, queries: int) -> dict[str, float]:
+    small = drawn_features(5, 2, 5)
+    MahalanobisHead()(*small)  # what is loaded once
+    task = drawn_features(ways, shots, queries)
+    times: Times = []
+    megabytes = extra_megabytes(
+        lambda: times.extend(take_turns({"": lambda: MahalanobisHead(RegularizedCovariance())(*task)}, 1, False)[""])
+    )
+    return {"megabytes": megabytes, "seconds": times[0]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_memory(*map(int, sys.argv[1:]))))

@@ -1,0 +1,83 @@
+"""What a benchmark has measured so far, kept on disk so that a run that was cut off goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Table:
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass
+class Record:
+    """Values by key, each computed once; the tables that a benchmark makes of them.
+
+    ``folder`` None keeps nothing (a quick run, whose figures mean nothing).
+    """
+
+    name: str
+    folder: Path | None = RESULTS
+    quick: bool = False
+    data: Path | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)
+    machine: str = field(default_factory=lambda: machine())
+
+    def value(self, key: str, compute: Callable[[], Any]) -> Any:
+        """What is recorded under ``key``, or ``compute()``, which must fit into JSON."""
+        if key not in self.values:
+            self.values[key] = compute()
+            self.write()
+        return self.values[key]
+
+    @property
+    def repeats(self) -> int:
+        return 1 if self.quick else 5
+
+    @property
+    def path(self) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{self.name}.json"
+
+    def write(self) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(exist_ok=True)
+        tables = [asdict(table) for table in self.tables]
+        text = json.dumps({"machine": self.machine, "tables": tables, "values": self.values}, indent=1)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(text + "\n")
+        os.replace(temporary, self.path)
+
+    def read(self) -> Record:
+        """Go on from the file, if there is one."""
+        if self.folder is not None and self.path.exists():
+            stored = json.loads(self.path.read_text())
+            self.values, self.machine = stored["values"], stored["machine"]
+            self.tables = [Table(**table) for table in stored["tables"]]
+        return self
+
+
+def machine() -> str:
+    """The processor, the cores that may be used, and the versions that matter."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        name = next((line.split(":")[1].strip() for line in cpuinfo.open() if line.startswith("model name")), name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"

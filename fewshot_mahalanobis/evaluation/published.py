@@ -1,0 +1,158 @@
+"""The paper's figures, to stand beside one's own (Bateni et al., CVPR 2020).
+
+A figure is shown only for what the paper measured: a network meta-trained with that head, or the pretrained network
+without adaptation. It is marked ``*`` where the episodes are of another kind than the paper's (variable ways and shots,
+at most 10 queries a class), and ``†`` where the images are others of the same domain.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from fewshot_mahalanobis.evaluation.evaluate import Variant
+
+#: This package's names of the data sets -> the paper's.
+_DATA_SETS = {
+    "ilsvrc_2012": "ILSVRC",
+    "omniglot": "Omniglot",
+    "aircraft": "Aircraft",
+    "cu_birds": "Birds",
+    "dtd": "DTD",
+    "quickdraw": "QuickDraw",
+    "fungi": "Fungi",
+    "vgg_flower": "VGG Flower",
+    "traffic_sign": "Traffic Signs",
+    "mscoco": "MSCOCO",
+    "mnist": "MNIST",
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
+    "mini_imagenet": "mini-ImageNet",
+    "tiered_imagenet": "tieredImageNet",
+}
+#: Other images of a domain, by the names that the default checkpoint's model card has for them.
+_SIMILAR = {"cub200_2010": "Birds", "dtd10": "DTD", "quickdraw345": "QuickDraw", "gtsrb": "Traffic Signs"}
+
+#: Those with figures for fixed ways and shots.
+_FIXED = {"mini_imagenet", "tiered_imagenet"}
+
+_META_DATASET = tuple(_DATA_SETS)[:8]
+#: Named checkpoint -> the data sets that it was trained on (on their training classes).
+IN_DOMAIN: dict[str, tuple[str, ...]] = {
+    "default": ("mini_imagenet", "tiny_imagenet", "omniglot", "cub200_2010", "quickdraw345", "dtd10"),
+    "simple-cnaps-meta-dataset": _META_DATASET,
+    "simple-ar-cnaps-meta-dataset": _META_DATASET,
+    "no-adaptation-meta-dataset": ("ilsvrc_2012",),
+    "no-adaptation-mini-imagenet": ("mini_imagenet",),
+}
+
+_HEADS = {
+    "mahalanobis": "Simple CNAPS",
+    "euclidean": "squared Euclidean",
+    "manhattan": "absolute distance",
+    "cosine": "cosine",
+    "dot_product": "dot product",
+    "linear": "CNAPS",
+}
+_SPLIT = re.compile(r"(?P<name>.+?)(?:[/_](?P<split>train|valid|val|test))?")
+
+
+class Figure(NamedTuple):
+    """Accuracy and half-width of its 95 % interval, in per cent, and the marks of what differs."""
+
+    mean: float
+    half_width: float
+    marks: str
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} ± {self.half_width:.1f}{self.marks}"
+
+
+def data_set_of(source: str) -> tuple[str, str | None]:
+    """Name of a source -> name of its data set, and its split if it has one: "omniglot/test", "cifar100_test"."""
+    match = _SPLIT.fullmatch(source)
+    return (match["name"], match["split"]) if match else (source, None)
+
+
+def check_in_domain(names: Iterable[str], sources: Sequence[str]) -> None:
+    """Raise ValueError where one of the names is of no source."""
+    known = dict.fromkeys([*(data_set_of(source)[0] for source in sources), *sources])
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no source is called {name!r}: the domains here are {', '.join(known)}")
+
+
+def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
+    """What the paper calls a variant of a model with these settings (``SimpleCNAPS.config``), if it has it."""
+    as_trained = variant.head == config["head"] and variant.task_covariance and variant.projection
+    if variant.adapt and config["adaptation"] != "none" and not as_trained:
+        return None  # its network was not trained with that head
+    name = _HEADS[variant.head]
+    if variant.head == "mahalanobis" and not (variant.task_covariance and config["task_covariance"]):
+        name += " -TR"
+    if config["projection"] and variant.projection:
+        name += " +P"
+    if not variant.adapt or config["adaptation"] == "none":
+        name += ", not adapted"
+    elif config["adaptation"] == "auto-regressive":
+        name = {"Simple CNAPS": "Simple AR-CNAPS", "CNAPS": "AR-CNAPS"}.get(name, "")
+    return name if name in _published()["methods"] else None
+
+
+def published_figure(method: str, record: Mapping[str, Any]) -> Figure | None:
+    """The paper's figure for one record of :func:`~fewshot_mahalanobis.evaluation.report.evaluate`, if it has one.
+
+    Parameters
+    ----------
+    method : str
+        From :func:`published_method`.
+    record : mapping
+        Of one source; or an average, with its sources as "sources". The figure of an average is that of the same data
+        sets in the paper, and its interval is that of their mean.
+    """
+    figures = _published()["methods"][method]
+    named = []
+    for source in record.get("sources", [record["source"]]):
+        name = _paper_name(source, record)
+        if name is None:
+            return None
+        named.append(name)
+    marks = "".join(sorted({mark for _, marks in named for mark in marks}))
+    found = [figures[name] for name, _ in named if name in figures]
+    if len(found) == len(named):
+        return Figure(sum(f[0] for f in found) / len(found), math.hypot(*(f[1] for f in found)) / len(found), marks)
+    average = _average_of([name for name, _ in named])
+    if average not in figures:
+        return None
+    mean, half_width = figures[average]
+    return Figure(mean, half_width, marks)
+
+
+def _paper_name(source: str, record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The paper's name of a source, and marks of what differs; None for what the paper has not."""
+    data_set, split = data_set_of(source)
+    name = _DATA_SETS.get(data_set, _SIMILAR.get(data_set))
+    if name is None or split not in (None, "test"):
+        return None
+    marks = "†" if data_set in _SIMILAR else ""
+    if data_set in _FIXED:
+        return f"{name}, {record['way']}-way {record['shot']}-shot", marks
+    as_in_the_paper = record.get("protocol") == "variable" and record["queries"] == 10
+    return name, marks if as_in_the_paper else "*" + marks
+
+
+def _average_of(names: Sequence[str]) -> str:
+    """Which average of the paper is over these data sets, if any."""
+    inside, outside = _published()["in-domain"], _published()["out-of-domain"]
+    known = {"in-domain": inside, "out-of-domain": outside, "overall": inside + outside}
+    return next((title for title, sets in known.items() if sorted(sets) == sorted(names)), "")
+
+
+@cache
+def _published() -> dict[str, Any]:
+    return json.loads((files(__package__) / "published.json").read_text(encoding="utf-8"))

@@ -1,0 +1,389 @@
+"""Labelling a very large collection of images with one fitted classifier, on a Ray cluster.
+
+On a machine of the cluster, or by ``ray job submit``:
+
+    python -m fewshot_mahalanobis.ray pets.safetensors s3://bucket/photos s3://bucket/labels
+
+What travels between machines is the classifier's file, once for each machine, and rows of text: every worker reads
+and decodes images itself, as ``predict`` does. A worker that dies is replaced, and the rows it had not handed over are
+computed again; the results are written by this process alone, each row once, in files that appear whole or not at all.
+So no image is lost or labelled twice, and a command that was killed goes on where it stood when it is repeated.
+
+Needs the extra ``ray``. Importing this module does not import Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import typer
+from numpy.typing import NDArray
+
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.episodes.sources import images_below, is_image
+from fewshot_mahalanobis.images import read_square_array
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import ray
+    from pyarrow.fs import FileSystem
+
+#: Images that a worker is given at a time; while the network sees some of them the others are decoded.
+_BATCH = 256
+#: Key, in the metadata of every Parquet file, of the digest of the classifier that labelled it.
+_CLASSIFIER = b"classifier"
+
+
+class Labelled(NamedTuple):
+    """What a run of :func:`label_collection` did.
+
+    Attributes
+    ----------
+    labelled : int
+        Images that got a label.
+    unreadable : int
+        Images that could not be read and got an error.
+    known : int
+        Images that an earlier run had dealt with.
+    """
+
+    labelled: int
+    unreadable: int
+    known: int
+
+
+def label_collection(
+    classifier: str | os.PathLike[str],
+    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    cpus_per_worker: int = 1,
+    gpus_per_worker: float = 0,
+    images_per_file: int = 4096,
+) -> Labelled:
+    """Label a collection on the Ray cluster that this process is connected to, or on this machine.
+
+    Parameters
+    ----------
+    classifier : path
+        File that :meth:`SimpleCNAPSClassifier.save` wrote, on this machine.
+    images : path, URI or list of paths
+        A folder that is searched for images, sub-folders included, or a list of image files, which every machine of
+        the cluster must see at the same place; or the URI of a folder in a storage that Arrow knows (s3://, gs://,
+        hdfs://).
+    output : path or URI
+        Folder of Parquet files, made if absent. Images that it has rows of are not read again, and one run at a time
+        may write to it. Columns: "path" (absolute; of a URI bucket and key), "label" (what ``predict`` answers),
+        "probability" (of the most probable class), and "error", which is null or says why an image could not be read;
+        then label and probability are null.
+    workers : int, optional
+        Default: as many as the cluster has room for.
+    cpus_per_worker : int
+        Threads of each worker.
+    gpus_per_worker : float
+        0 runs the network on the CPU.
+    images_per_file : int
+        Rows of a Parquet file; also what a killed worker, or a killed run for each worker, has to do again.
+
+    Returns
+    -------
+    Labelled
+        What was done.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such classifier or folder.
+    ValueError
+        The classifier's file is none, there is no image, a number is not positive, or ``output`` has labels of
+        another classifier.
+    ImportError
+        Ray is not installed.
+    """
+    _require_ray()
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    digest = hashlib.sha256(_checked_file(classifier).read_bytes()).hexdigest().encode()
+    filesystem, paths = _listed(images)
+    store, folder = _storage(output)
+    store.create_dir(folder)
+    known = _known_paths(store, folder, digest)
+    wanted = pc.unique(pa.array(paths, pa.string()))
+    to_do = wanted.filter(pc.invert(pc.is_in(wanted, value_set=known)))
+    labelled = unreadable = 0
+    if len(to_do):
+        rows = label_images(
+            classifier,
+            to_do,
+            filesystem=filesystem,
+            workers=workers,
+            cpus_per_worker=cpus_per_worker,
+            gpus_per_worker=gpus_per_worker,
+            images_per_block=images_per_file,
+        )
+        run = uuid.uuid4().hex
+        tables = cast("Iterable[pa.Table]", rows.iter_batches(batch_size=None, batch_format="pyarrow"))
+        for number, table in enumerate(tables):
+            _write(table.replace_schema_metadata({_CLASSIFIER: digest}), store, folder, f"{run}-{number:06d}.parquet")
+            unreadable += len(table) - table["error"].null_count
+            labelled += table["error"].null_count
+    return Labelled(labelled, unreadable, len(wanted) - len(to_do))
+
+
+def label_images(
+    classifier: str | os.PathLike[str],
+    paths: Sequence[str | os.PathLike[str]] | pa.Array,
+    *,
+    filesystem: FileSystem | None = None,
+    workers: int | None = None,
+    cpus_per_worker: int = 1,
+    gpus_per_worker: float = 0,
+    images_per_block: int = 4096,
+) -> ray.data.Dataset:
+    """Label images as a Ray data set, for pipelines of your own; :func:`label_collection` writes it to files.
+
+    Parameters
+    ----------
+    classifier : path
+        File that :meth:`SimpleCNAPSClassifier.save` wrote, on this machine.
+    paths : list of paths or Arrow array of strings
+        Image files.
+    filesystem : pyarrow.fs.FileSystem, optional
+        Where the paths are; by default, files as every machine of the cluster sees them.
+    workers, cpus_per_worker, gpus_per_worker
+        As for :func:`label_collection`.
+    images_per_block : int
+        Images of a block, which one worker labels as a whole.
+
+    Returns
+    -------
+    ray.data.Dataset
+        A row for each path, in any order: "path", "label", "probability" and "error" as :func:`label_collection`
+        writes them. It is lazy: nothing is labelled before its rows are asked for.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such classifier.
+    ValueError
+        The classifier's file is none, or a number is not positive.
+    ImportError
+        Ray is not installed.
+    """
+    _require_ray()
+    import pyarrow as pa
+    import ray
+    from ray.data import ActorPoolStrategy
+
+    numbers = {"workers": workers, "cpus_per_worker": cpus_per_worker, "images_per_block": images_per_block}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be positive, got {number!r}")
+    file = _checked_file(classifier)
+    column = paths if isinstance(paths, pa.Array) else pa.array([os.fspath(path) for path in paths], pa.string())
+    # No more to a block than lets every worker have some.
+    size = min(images_per_block, max(1, -(-len(column) // (2 * workers)))) if workers else images_per_block
+    table = pa.table({"path": column})
+    blocks = [table.slice(start, size) for start in range(0, max(len(table), 1), size)]
+    return ray.data.from_arrow(blocks).map_batches(
+        _Worker,
+        fn_constructor_args=(
+            ray.put(file.read_bytes()),
+            cpus_per_worker,
+            "cuda" if gpus_per_worker else "cpu",
+            filesystem,
+        ),
+        batch_size=min(_BATCH, size),  # Ray gives a worker no fewer rows than this, by putting blocks together
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        num_cpus=cpus_per_worker,
+        num_gpus=gpus_per_worker or None,
+        compute=ActorPoolStrategy(size=workers) if workers else ActorPoolStrategy(min_size=1),
+    )
+
+
+class _Worker:
+    """An actor: loads the classifier once, then labels batch after batch.
+
+    Parameters
+    ----------
+    file : ray.ObjectRef of bytes
+        The saved classifier, in the object store of the cluster.
+    cpus : int
+        Threads of this process.
+    device : str
+    filesystem : pyarrow.fs.FileSystem, optional
+    """
+
+    def __init__(self, file: ray.ObjectRef, cpus: int, device: str, filesystem: FileSystem | None) -> None:
+        import pyarrow as pa
+        import ray
+
+        torch.set_num_threads(cpus)  # of this process, which is Ray's and does nothing else
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "classifier.safetensors"
+            path.write_bytes(ray.get(file))
+            self.classifier = SimpleCNAPSClassifier.load(path, device=device).set_params(n_jobs=1, verbose=0)
+        self.filesystem = filesystem
+        self.schema = pa.schema(
+            [
+                ("path", pa.string()),
+                ("label", pa.array(self.classifier.classes_.tolist()).type),
+                ("probability", pa.float64()),
+                ("error", pa.string()),
+            ]
+        )
+        self.pool = ThreadPoolExecutor(cpus, thread_name_prefix="decode")
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        import pyarrow as pa
+
+        paths = batch["path"].to_pylist()
+        waiting = [self.pool.submit(self._read, path) for path in paths]
+        rows = []
+        for start in range(0, len(paths), self.classifier.batch_size):
+            chunk = slice(start, start + self.classifier.batch_size)
+            found = [future.result() for future in waiting[chunk]]
+            predicted = iter(self._predicted([image for image in found if not isinstance(image, str)]))
+            for path, image in zip(paths[chunk], found, strict=True):
+                label, probability, error = (None, None, image) if isinstance(image, str) else (*next(predicted), None)
+                rows.append({"path": path, "label": label, "probability": probability, "error": error})
+        return pa.Table.from_pylist(rows, schema=self.schema)
+
+    def _read(self, path: str) -> NDArray[np.uint8] | str:
+        """One image as uint8 (size, size, 3), or what is wrong with it."""
+        size = self.classifier.model_.image_size
+        try:
+            if self.filesystem is None:
+                return read_square_array(path, size)
+            with self.filesystem.open_input_file(path) as file:
+                return read_square_array(file, size)
+        except (OSError, ValueError) as error:  # ImageError, and what a storage says
+            return str(error)
+
+    def _predicted(self, images: list[NDArray[np.uint8]]) -> list[tuple[Any, float]]:
+        """Label of each image, and probability of its most probable class."""
+        if not images:
+            return []
+        probabilities = self.classifier.predict_proba(images)
+        if self.classifier.threshold_ is None:  # spares a pass through the network
+            labels = self.classifier.classes_[probabilities.argmax(axis=1)]
+        else:
+            labels = self.classifier.predict(images)
+        return list(zip(labels.tolist(), probabilities.max(axis=1).tolist(), strict=True))
+
+
+def _require_ray() -> None:
+    try:
+        import pyarrow  # noqa: F401
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f'{error}: install the extra, pip install "fewshot-mahalanobis[ray]"') from error
+
+
+def _checked_file(classifier: str | os.PathLike[str]) -> Path:
+    """The classifier's path, once it is known to load here: a worker that cannot load it would be tried for ever."""
+    SimpleCNAPSClassifier.load(classifier, device="cpu")
+    return Path(classifier)
+
+
+def _listed(
+    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> tuple[FileSystem | None, list[str]]:
+    """The file system of a collection (None: files) and the paths of its images, absolute in it."""
+    from pyarrow.fs import FileSelector, FileType
+
+    if isinstance(images, str) and "://" in images:
+        filesystem, folder = _storage(images)
+        found = filesystem.get_file_info(FileSelector(folder, recursive=True))
+        paths = sorted(entry.path for entry in found if entry.type == FileType.File and is_image(entry.path))
+        if not paths:
+            raise ValueError(f"{images} holds no image")
+        return filesystem, paths
+    files = images_below(Path(images)) if isinstance(images, str | os.PathLike) else images
+    if not len(files):
+        raise ValueError("there are no images: the list is empty")
+    return None, [os.path.abspath(file) for file in files]  # noqa: PTH100 (keeps a million strings strings)
+
+
+def _storage(place: str | os.PathLike[str]) -> tuple[FileSystem, str]:
+    """File system and folder of a path or URI."""
+    from pyarrow.fs import FileSystem, LocalFileSystem
+
+    if isinstance(place, str) and "://" in place:
+        filesystem, folder = FileSystem.from_uri(place)
+        return filesystem, folder
+    return LocalFileSystem(), str(Path(place).resolve())
+
+
+def _known_paths(store: FileSystem, folder: str, digest: bytes) -> pa.ChunkedArray:
+    """The paths that an output folder has rows of; half-written files of a killed run are removed."""
+    import pyarrow as pa
+    import pyarrow.dataset
+    import pyarrow.parquet as pq
+    from pyarrow.fs import FileSelector
+
+    entries = store.get_file_info(FileSelector(folder, allow_not_found=True))
+    files = [entry for entry in entries if entry.extension == "parquet"]
+    for entry in files:
+        if entry.base_name.startswith("_"):
+            store.delete_file(entry.path)
+    parts = sorted(entry.path for entry in files if not entry.base_name.startswith("_"))
+    for part in parts:
+        if (pq.read_schema(part, filesystem=store).metadata or {}).get(_CLASSIFIER) != digest:
+            raise ValueError(f"{part} has labels of another classifier: write to another folder")
+    if not parts:
+        return pa.chunked_array([], pa.string())
+    known = pyarrow.dataset.dataset(parts, filesystem=store, format="parquet")
+    return known.to_table(columns=["path"])["path"]
+
+
+def _write(table: pa.Table, store: FileSystem, folder: str, name: str) -> None:
+    """Write a file that appears whole: readers of Parquet folders pass over names that begin with ``_``."""
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, f"{folder}/_{name}", filesystem=store)
+    store.move(f"{folder}/_{name}", f"{folder}/{name}")
+
+
+def main(
+    classifier: Annotated[Path, typer.Argument(help="File written by `fit` or `save`.")],
+    images: Annotated[str, typer.Argument(help="Folder that every machine sees, or a URI such as s3://bucket/photos.")],
+    output: Annotated[str, typer.Argument(help="Folder or URI for Parquet files; what it holds is not redone.")],
+    workers: Annotated[int | None, typer.Option(min=1, help="Default: as many as the cluster has room for.")] = None,
+    cpus_per_worker: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
+    gpus_per_worker: Annotated[float, typer.Option(min=0, help="0 runs on the CPU.")] = 0,
+) -> None:
+    """Label every image of a folder with a fitted classifier, on a Ray cluster or on this machine."""
+    try:
+        done = label_collection(
+            classifier,
+            images,
+            output,
+            workers=workers,
+            cpus_per_worker=cpus_per_worker,
+            gpus_per_worker=gpus_per_worker,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    known = f", {done.known} known before" * bool(done.known)
+    typer.echo(f"{output}: {done.labelled} images labelled, {done.unreadable} unreadable{known}")
+
+
+if __name__ == "__main__":
+    # The workers import this module, so what they unpickle must be of its name and not of __main__.
+    from fewshot_mahalanobis.ray import main as command
+
+    typer.run(command)

@@ -1,0 +1,133 @@
+"""None of these: how foreign a query is to all the classes, and the score above which it is given to none of them.
+
+A query scores as high as it is far from the nearest class, whatever "far" is to the head: minus its largest logit, for
+Mahalanobis heads the smallest squared distance (Lee et al., "A Simple Unified Framework for Detecting
+Out-of-Distribution Samples and Adversarial Attacks", NeurIPS 2018). Which scores are too high, the support set itself
+can say: each of its examples, left out of the fit, is a query known to belong. This is the order statistic of conformal
+prediction (Vovk et al., "Algorithmic Learning in a Random World", 2005), with leave-one-out in place of a split.
+"""
+
+from __future__ import annotations
+
+import warnings
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+#: The unknown label's type and its name, by the kind of the classes' dtype; else a string.
+_WANTED: dict[str, tuple[type, str]] = {
+    "i": (Integral, "an integer"),
+    "u": (Integral, "an integer"),
+    "f": (Real, "a number"),
+}
+
+
+def outlier_score(logits: Tensor) -> Tensor:
+    """How foreign each query is to all classes: minus its largest logit.
+
+    Parameters
+    ----------
+    logits : Tensor of shape (m, k)
+
+    Returns
+    -------
+    float64 Tensor of shape (m,)
+        Larger is more foreign. For a Mahalanobis head s times the squared distance to the nearest class.
+    """
+    return -logits.double().amax(dim=1)
+
+
+def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:
+    """Score that a query of a known class exceeds with the promised probability.
+
+    Of n scores and one more, all exchangeable, the new one exceeds the j-th smallest of the n with probability
+    1 - j / (n + 1), whatever their distribution. The threshold is the score of rank j = (n + 1) (1 - rate), on the
+    line between its neighbours where that is not whole.
+
+    Parameters
+    ----------
+    scores : Tensor of shape (n,)
+        Of examples that belong, each unseen by the classifier that scored it.
+    false_rejection_rate : float
+        Between 0 and 1.
+
+    Returns
+    -------
+    float
+
+    Warns
+    -----
+    UserWarning
+        The rate is below 1 / (n + 1), the smallest that n examples can vouch for. The threshold is the largest score.
+    """
+    n = len(scores)
+    finest = 1 / (n + 1)
+    if false_rejection_rate < finest * (1 - 1e-9):
+        warnings.warn(
+            f"{n} left-out examples cannot vouch for false_rejection_rate={false_rejection_rate:g}: about {finest:.2g} "
+            f"of the queries of known classes will be rejected. Add examples, or set {finest:.2g} or more",
+            stacklevel=5,
+        )
+    return float(np.quantile(scores.numpy(), 1 - false_rejection_rate, method="weibull"))  # of rank (n + 1) (1 - rate)
+
+
+def nearest_or_none(logits: Tensor, threshold: float | None) -> NDArray[np.int64]:
+    """Index of each query's nearest class, k where its outlier score exceeds the threshold.
+
+    Parameters
+    ----------
+    logits : Tensor of shape (m, k)
+    threshold : float, optional
+        None rejects no query.
+
+    Returns
+    -------
+    int64 ndarray of shape (m,)
+    """
+    nearest = logits.argmax(dim=1)
+    if threshold is not None:
+        nearest = nearest.masked_fill(outlier_score(logits) > threshold, logits.shape[1])
+    return nearest.cpu().numpy()
+
+
+def labels_to_give(classes: NDArray[Any], unknown_label: Any) -> NDArray[Any]:
+    """Every label that can be predicted: the classes, and after them the unknown label if there is one.
+
+    Parameters
+    ----------
+    classes : ndarray of shape (k,)
+    unknown_label : str, int or float, optional
+
+    Returns
+    -------
+    ndarray of shape (k,) or (k + 1,)
+        Of the type of ``classes``, wider where the unknown label needs that.
+
+    Raises
+    ------
+    ValueError
+        The unknown label is a class, or of another type than the classes.
+    """
+    if unknown_label is None:
+        return classes
+    kind = classes.dtype.kind
+    if kind == "b":
+        raise ValueError("True and False leave no value for unknown_label: fit to integers or strings instead")
+    wanted, name = _WANTED.get(kind, (str, "a string"))
+    fits = isinstance(unknown_label, wanted) and not isinstance(unknown_label, bool)
+    if not fits or unknown_label != unknown_label:  # NaN is not itself
+        raise ValueError(
+            f"unknown_label={unknown_label!r} is not of the type of the labels, such as {classes.tolist()[0]!r}: "
+            f"give {name}"
+        )
+    if unknown_label in classes.tolist():
+        raise ValueError(f"unknown_label={unknown_label!r} is the label of a class: choose another")
+    dtype = np.promote_types(classes.dtype, np.min_scalar_type(unknown_label))
+    if kind in "iu" and dtype.kind not in "iu":
+        raise ValueError(f"no integer type holds unknown_label={unknown_label!r} and labels of type {classes.dtype}")
+    labels = np.empty(len(classes) + 1, dtype)
+    labels[:-1], labels[-1] = classes, unknown_label
+    return labels

@@ -1,0 +1,70 @@
+"""Which checkpoint of a meta-training run is the best: the one that is better on most validation sources.
+
+Bateni et al., CVPR 2020, appendix "Experimental details"; the rule is that of the published code, which follows CNAPS
+(Requeima et al., NeurIPS 2019). Accuracies of different data sets do not compare, so they are counted, not averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.training.tasks import ValidationTasks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def better_on_most(accuracies: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
+    """Whether at least half of the sources have a higher accuracy than at the best validation so far."""
+    if best is None:
+        return True
+    return 2 * sum(accuracy > best[source] for source, accuracy in accuracies.items()) >= len(accuracies)
+
+
+def validate(
+    model: SimpleCNAPS,
+    tasks: Mapping[str, ValidationTasks],
+    accelerator: Accelerator,
+    dtype: torch.dtype,
+    *,
+    workers: int = 0,
+    progress: bool = True,
+) -> dict[str, float]:
+    """Mean accuracy on every source, the episodes divided between the processes.
+
+    Parameters
+    ----------
+    model : SimpleCNAPS
+        The same in every process.
+    tasks : dict of str to ValidationTasks
+        Source to its tasks.
+    accelerator : Accelerator
+    dtype : torch.dtype
+        Precision of the convolutions.
+    workers : int
+        Processes that decode, for each process of the run.
+    progress : bool
+        Show a progress bar.
+
+    Returns
+    -------
+    dict of str to float
+        Shares of 1; the same in every process, and for every number of processes.
+    """
+    means = {}
+    for name, episodes in tasks.items():
+        accuracies = torch.zeros(len(episodes), dtype=torch.float32, device=accelerator.device)
+        mine = range(len(episodes))[accelerator.process_index :: accelerator.num_processes]
+        loader = DataLoader(episodes, batch_size=None, sampler=mine, num_workers=workers, generator=torch.Generator())
+        for number, task in zip(mine, tqdm(loader, desc=name, disable=not progress, leave=False), strict=True):
+            adapted = model.adapt(task.support_images, task.support_labels.to(model.device), dtype=dtype)
+            right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
+            accuracies[number] = right.float().mean()
+        means[name] = float(accelerator.reduce(accuracies, "sum").double().mean())
+    return means

@@ -1,0 +1,83 @@
+"""What ``precision="auto"`` stands for, and what bfloat16 may change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis import classifier as classifier_module
+from fewshot_mahalanobis.classifier import _native_bfloat16
+from tests.tiny import LABELS, pictures, tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> SimpleCNAPS:
+    return load_checkpoint("default")
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bfloat16_where_the_device_has_it(
+    native: bool, dtype: torch.dtype, model: SimpleCNAPS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classifier_module, "_native_bfloat16", lambda device: native)
+    assert SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8, 1), LABELS).task_.dtype == dtype
+
+
+def test_auto_leaves_other_backbones_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classifier_module, "_native_bfloat16", lambda device: True)
+    for precision, dtype in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        assert classifier_module._dtype(precision, tiny_model()) == dtype
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "native"),
+    [
+        ({"avx512_f": True, "avx512_bf16": True}, True),
+        ({"avx512_bf16": False, "amx_bf16": True}, True),
+        ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_a_processor_is_asked_for_the_instructions(
+    capabilities: dict[str, object], native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert _native_bfloat16(CPU) is native
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert _native_bfloat16(CPU) is False
+
+
+def test_older_versions_of_torch_are_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    for bf16, amx in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=bf16: answer, raising=False)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=amx: answer, raising=False)
+        assert _native_bfloat16(CPU) is (bf16 or amx)
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    assert _native_bfloat16(CPU) is False
+
+
+def test_in_bfloat16_the_batch_of_an_image_moves_its_features_in_the_third_digit_at_most(model: SimpleCNAPS) -> None:
+    classifier = SimpleCNAPSClassifier(model, device="cpu", precision="bfloat16").fit(pictures(8, 1), LABELS)
+    queries = pictures(6, 2)
+    expected = classifier.transform(queries)
+    for batch_size in (1, 4):
+        found = classifier.set_params(batch_size=batch_size).transform(queries)
+        assert np.abs(found - expected).max() < 1e-2 * np.abs(expected).max()
+
+
+def test_bfloat16_moves_features_in_the_second_digit_at_most(model: SimpleCNAPS) -> None:
+    features = {
+        precision: SimpleCNAPSClassifier(model, device="cpu", precision=precision)
+        .fit(pictures(8, 1), LABELS)
+        .transform(pictures(6, 2))
+        for precision in ("float32", "bfloat16")
+    }
+    error = np.linalg.norm(features["bfloat16"] - features["float32"], axis=1)
+    assert (error < 0.03 * np.linalg.norm(features["float32"], axis=1)).all()
+    assert (error > 0).all()

@@ -1,0 +1,80 @@
+"""The documentation site as a browser shows it: wide, narrow, in the light and in the dark.
+
+It looks at a site that was built before, which takes minutes: in ``docs/_build``, or where the variable
+``FEWSHOT_MAHALANOBIS_SITE`` says. The pictures are kept where ``FEWSHOT_MAHALANOBIS_SCREENSHOTS`` says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow
+
+SITE = Path(os.environ.get("FEWSHOT_MAHALANOBIS_SITE", Path(__file__).parents[1] / "docs" / "_build"))
+PAGES = {
+    "start": "index.html",
+    "first-steps": "start.html",
+    "guide": "guide.html",
+    "app": "app.html",
+    "comparison": "comparison.html",
+    "api": "api.html",
+    "api-class": "generated/fewshot_mahalanobis.SimpleCNAPSClassifier.html",
+    "gallery": "auto_examples/index.html",
+    "gallery-page": "auto_examples/plot_gaussians.html",
+}
+#: Where MathJax comes from; all else is the site's own.
+MATHJAX = "https://cdn.jsdelivr.net/npm/mathjax@"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not (SITE / "index.html").is_file():
+        pytest.skip(f"no site in {SITE}: build it with `python -m sphinx -W docs docs/_build`")
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[tuple[Page, str, list[str]]]:
+    """A page in one colour scheme, and what it asked for in vain or of others."""
+    context = browser.new_context(viewport=WIDE, color_scheme=request.param)
+    one, wrong = context.new_page(), list[str]()
+    one.route("http*://**", lambda route: (wrong.append(route.request.url), route.abort()))
+    one.on("requestfailed", lambda failed: wrong.append(failed.url))
+    one.on("pageerror", lambda error: wrong.append(str(error)))
+    yield one, request.param, wrong
+    context.close()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_whole_and_readable_wide_and_narrow(page: tuple[Page, str, list[str]], name: str) -> None:
+    one, scheme, wrong = page
+    one.goto((SITE / PAGES[name]).as_uri())
+    assert not [address for address in wrong if not address.startswith(MATHJAX)]
+    assert is_dark(one) == (scheme == "dark")
+    for image in one.locator("img:visible").all():
+        image.scroll_into_view_if_needed()  # pictures are loaded when they come into view
+        one.wait_for_function("image => image.complete", arg=image.element_handle())
+        assert image.evaluate("image => image.naturalWidth") > 0, image.get_attribute("src")
+    for text in ("h1", "article p", "article a", "pre span", "code"):
+        if one.locator(f"{text}:visible").count():
+            assert contrast(one, f"{text}:visible") >= 4.5, text
+    one.evaluate("window.scrollTo(0, 0)")
+    keep(one, f"docs-{name}-{scheme}")
+    one.set_viewport_size(NARROW)
+    one.wait_for_function("window.innerWidth < 400")
+    keep(one, f"docs-{name}-{scheme}-narrow")
+    assert overflow(one) <= 0  # tables and code scroll within their own boxes
+    assert one.locator("h1").first.evaluate("title => title.scrollWidth - title.clientWidth") <= 0
+    # The name of the site ends before the next thing in the header begins.
+    name, search = (
+        one.locator(f"{part}:visible").first.bounding_box() for part in (".logo__title", ".search-button__button")
+    )
+    assert name is not None
+    assert search is not None
+    assert name["x"] + name["width"] <= search["x"]
