@@ -149,8 +149,7 @@ def test_the_picture_of_influences_orders_them_by_what_they_say(classifier: Simp
     axes = plot_support_influence(classifier, drawn(SUPPORT_LABELS, 1), query[0], most=3, figure=Figure())
     influence = support_influence(classifier.task_, torch.from_numpy(classifier.transform(query)))[0].numpy()
     assert axes[0, 0].get_title().startswith(str(classifier.predict(query)[0]))
-    for row, expected in zip(axes[:, 1:], (np.sort(influence)[::-1], np.sort(influence)), strict=True):
-        sign = np.sign(expected[0])
+    for row, expected, sign in zip(axes[:, 1:], (np.sort(influence)[::-1], np.sort(influence)), (1, -1), strict=True):
         shown = [axis for axis in row if axis.get_visible()]
         assert len(shown) == min(3, int((np.sign(influence) == sign).sum()))
         values = [float(re.search(r"[+-]\d+\.\d+$", axis.get_title())[0]) for axis in shown]  # type: ignore[index]

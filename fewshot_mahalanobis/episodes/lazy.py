@@ -144,9 +144,10 @@ class ImageFiles:
         with (self.root / os.fsdecode(self.names[index])).open("rb") as file, Image.open(file) as image:
             check_header(image)
             image.load()
+            whole: Image.Image = image
             if self.boxes is not None:
-                image = image.crop(tuple(self.boxes[index].tolist()))
-            return ImageOps.invert(image.convert("RGB")) if self.negative else image
+                whole = image.crop(tuple(self.boxes[index].tolist()))
+            return ImageOps.invert(whole.convert("RGB")) if self.negative else whole
 
     def describe(self, index: int) -> str:
         """Where image ``index`` is, for messages."""
