@@ -47,6 +47,7 @@ def test_adaptation_helps_on_digits_an_unseen_domain(model):
 
 
 def test_the_demo_reports_and_draws(tmp_path):
+    pytest.importorskip("matplotlib", reason="the demo's picture needs the extra demo")
     said: list[str] = []
     found = run_demo(tmp_path / "demo.png", tasks=2, say=said.append)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
