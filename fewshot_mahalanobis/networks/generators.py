@@ -84,7 +84,9 @@ class AutoregressiveLayerGenerator(_BlockProcessors):
 
     def forward(self, z: Tensor, activations: Tensor) -> LayerFilm:
         """Z (64,) and mean-pooled support activations (n, C_in) -> FiLM parameters of the layer's blocks."""
-        h = self.shared_post(self.shared(activations).mean(dim=0))
+        # Summed in float64, so that the order of the set is not in the last bit of a bfloat16 mean.
+        shared = self.shared(activations)
+        h = self.shared_post(shared.double().mean(dim=0).to(shared.dtype))
         return self.film(torch.cat([h, z]))
 
 

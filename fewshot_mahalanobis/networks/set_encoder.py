@@ -11,6 +11,10 @@ gamma < 0 the convolution is turned around with it, as gamma y = (-gamma) (-y). 
 convolution once, takes its statistics, and keeps the pooled maps alone, a quarter of them, until the
 statistics are complete. Memory: 64 * 42 * 42 numbers an image of 84 pixels, five times the image itself
 (0.45 MB in float32), and the unpooled maps of one chunk.
+
+In bfloat16 a last bit that differs in z is not a last bit any more once FiLM parameters and weights have been
+rounded by it, so there z must be the same bits whatever the order of the set, its chunks or the number of threads.
+It is: a float64 holds sums of bfloat16 numbers and of their squares exactly, and exact sums know no order.
 """
 
 from __future__ import annotations
@@ -83,32 +87,41 @@ class SetEncoder(nn.Module):
             parts = []
             for index, chunk in enumerate(maps):
                 y = F.conv2d(normalise(chunk), weight, bias, padding=1)
-                parts.append(_statistics(y))
+                parts.extend(_statistics(y))
                 maps[index] = F.max_pool2d(y, 2)
-            mean, variance = _of_all(parts)
+            mean, variance = _of_all(parts, torch.promote_types(y.dtype, torch.float32))
             normalise = partial(_batch_norm_relu, norm, mean, variance)
-        total = torch.stack([normalise(chunk).float().mean(dim=(2, 3)).sum(dim=0) for chunk in maps]).sum(dim=0)
-        return total / len(support_images)
+        of_images = torch.cat([normalise(chunk).float().mean(dim=(2, 3)) for chunk in maps])
+        return of_images.double().mean(dim=0).float()
 
 
-def _statistics(y: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Count, mean (c,) and unbiased variance (c,) of each of the maps (b, c, h, w)."""
+def _statistics(y: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """Count, mean (c,) and unbiased variance (c,) of each of the maps (b, c, h, w): of all images, or of one each."""
+    if y.dtype == torch.bfloat16:
+        return [_exact_statistics(image) for image in y]  # one at a time stays in the cache as float64
     dtype = torch.promote_types(y.dtype, torch.float32)
     mean, variance = (torch.zeros(y.shape[1], dtype=dtype, device=y.device) for _ in range(2))
     # BatchNorm in training mode is the fastest way to both: with momentum 1 it stores them as they are.
     F.batch_norm(y, mean, variance, training=True, momentum=1.0)
-    return y.numel() // y.shape[1], mean, variance
+    return [(y.numel() // y.shape[1], mean, variance)]
 
 
-def _of_all(parts: list[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _exact_statistics(y: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Count, mean and unbiased variance, float64, of bfloat16 maps (c, h, w) from sums without any rounding."""
+    values = y.permute(1, 2, 0).flatten(0, 1).double()
+    count, total, squares = len(values), values.sum(dim=0), values.square_().sum(dim=0)
+    return count, total / count, (squares - total * (total / count)).clamp(min=0) / (count - 1)
+
+
+def _of_all(parts: list[tuple[int, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of the whole from those of its parts (Chan, Golub & LeVeque, 1983)."""
-    like = parts[0][1]
+    device = parts[0][1].device
     counts = torch.tensor([[count] for count, _, _ in parts], dtype=torch.float64, device="cpu")
     means = torch.stack([mean for _, mean, _ in parts]).cpu().double()
     variances = torch.stack([variance for _, _, variance in parts]).cpu().double()
     mean = (counts * means).sum(dim=0) / counts.sum()
     squares = ((counts - 1) * variances + counts * (means - mean).square()).sum(dim=0)
-    return mean.to(like), (squares / counts.sum()).to(like)
+    return mean.to(device, dtype), (squares / counts.sum()).to(device, dtype)
 
 
 def _batch_norm_relu(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, x: Tensor) -> Tensor:
