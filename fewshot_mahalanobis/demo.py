@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from fewshot_mahalanobis.calibration import answers
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.episodes.sources import ImageSource
@@ -49,7 +50,7 @@ def run_demo(
     dict of str to Accuracy
         Of every method over the tasks.
     """
-    from fewshot_mahalanobis.plotting import Figure, plot_task  # needs matplotlib, which the rest does not
+    from fewshot_mahalanobis.plotting import Figure, draw_task  # needs matplotlib, which the rest does not
 
     images, targets = digits()
     classes = [np.flatnonzero(targets == k) for k in range(WAY)]
@@ -59,9 +60,9 @@ def run_demo(
     start = time.perf_counter()
     classifier = SimpleCNAPSClassifier(checkpoint).fit(images[episode.support], targets[episode.support])
     fitted = time.perf_counter()
-    probabilities = classifier.predict_proba(images[episode.query])
+    said = answers(classifier, images[episode.query])
     done = time.perf_counter()
-    right = classifier.classes_[probabilities.argmax(1)] == targets[episode.query]
+    right = said.labels == targets[episode.query]
     say(
         f"One task: fit on {len(episode.support)} images, {SHOT} of each digit, in {fitted - start:.1f} s "
         f"(loading the checkpoint included);\n"
@@ -69,13 +70,13 @@ def run_demo(
     )
     figure = Figure()  # not pyplot's: no window, whatever the backend
     support, query = ((images[i], targets[i]) for i in (episode.support, episode.query))
-    plot_task(classifier, *support, *query, figure=figure)
+    draw_task(classifier.classes_.tolist(), support, query, said.labels, said.probabilities.max(axis=1), figure)
     figure.savefig(picture, dpi=110)
     say(f"Picture: {picture}")
 
     say(f"Accuracy over {tasks} random {WAY}-way {SHOT}-shot tasks, mean and 95 % interval:")
     start = time.perf_counter()
-    accuracies = compare(classifier.model_, images, targets, tasks)
+    accuracies = compare(classifier.model_, images, targets, tasks, classifier.task_.dtype)
     rows = [[name, str(accuracy)] for name, accuracy in accuracies.items()]
     say(markdown_table(rows, ["method", "accuracy, %"]))
     say(f"({time.perf_counter() - start:.0f} s)")
@@ -83,14 +84,14 @@ def run_demo(
 
 
 def compare(
-    model: SimpleCNAPS, images: NDArray[np.uint8], targets: NDArray[np.int64], tasks: int
+    model: SimpleCNAPS, images: NDArray[np.uint8], targets: NDArray[np.int64], tasks: int, dtype: torch.dtype
 ) -> dict[str, Accuracy]:
     """Simple CNAPS, the same network without adaptation, and class means of raw pixels, on the same tasks."""
     squares = np.stack([to_square_array(Image.fromarray(image), model.image_size) for image in images])
     source = ImageSource("digits", squares, targets, tuple(map(str, range(WAY))))
     adapted, plain = Variant(True, model.config["head"]), Variant(False, model.config["head"])
     found = evaluate_source(
-        model, source, (adapted, plain), way=WAY, shot=SHOT, queries=QUERIES, episodes=tasks, progress=True
+        model, source, (adapted, plain), way=WAY, shot=SHOT, queries=QUERIES, episodes=tasks, dtype=dtype, progress=True
     )
     pixels = torch.from_numpy(images.reshape(len(images), -1)).double()
     classes = source.indices_of_class()
