@@ -17,7 +17,18 @@ from fewshot_mahalanobis.evaluation.evaluate import markdown_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-NAMES = ("task", "head", "streaming", "scaling", "export", "compile", "peers", "precision", "meta_training")
+NAMES = (
+    "task",
+    "head",
+    "streaming",
+    "scaling",
+    "export",
+    "compile",
+    "peers",
+    "precision",
+    "ray_labelling",
+    "meta_training",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -32,7 +32,7 @@ from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
 
 SETS = ["mini_imagenet_test.zip", "cub200_2010.zip:test", "quickdraw345.zip:test", "gtsrb.zip", "cifar100_test.zip"]
-BACKBONES = ["default", "efficientnet-lite0", "efficientnet-lite2"]
+BACKBONES = ["default", "efficientnet-lite0"]
 QUERIES = 10
 
 

@@ -35,7 +35,7 @@ def _measure(data: Path | None, count: int) -> dict[str, Any]:
     if data is None:
         support, queries = drawn_images(25), drawn_images(count, seed=1)
     else:
-        source = image_sets(data)["mini_imagenet_test"]
+        source = image_sets(data)["mini_imagenet_test/test"]
         episode = draw_episode(source.indices_of_class(), [5] * 5, count // 5, episode_rng("export", 0, 0))
         support, queries = source.images[episode.support], source.images[episode.query]
     classifier = SimpleCNAPSClassifier(device="cpu", precision="float32").fit(support, labels)

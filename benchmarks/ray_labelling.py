@@ -1,32 +1,49 @@
 """Images per second of ``fewshot_mahalanobis.ray`` with one and two workers, beside ``predict`` in one process.
 
-    python benchmarks/ray_labelling.py [--images 2000] [--repeats 5]
-
 Every worker, and the plain process, has one thread. What is counted begins when the first block is done, so that
 starting processes and loading the classifier, some seconds that a large collection does not feel, are left out; they
-are reported beside. JPEG files of 300 x 300 pixels, the embedded checkpoint in float32, 5 classes. Needs the extra
-``ray``.
+are reported beside. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-import ray
 import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
+from benchmarks.record import Record, Table
+from benchmarks.timing import in_own_process
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.ray import label_images
 
 BLOCK = 64
+IMAGES, REPEATS = 1024, 3
+PLAIN = "predict, one thread"
+
+Found = dict[str, list[tuple[float, float]]]  # images per second, and seconds before the first block was done
+
+
+def run(record: Record) -> list[Table]:
+    images, repeats = (3 * BLOCK, 1) if record.quick else (IMAGES, REPEATS)
+    found: Found = record.value("rates", lambda: in_own_process("ray_labelling", images, repeats))
+    rows = []
+    base = statistics.median(rate for rate, _ in found[PLAIN])
+    for kind, values in found.items():
+        rates = [rate for rate, _ in values]
+        rate, wait = statistics.median(rates), statistics.median(wait for _, wait in values)
+        spread = f"{rate:.0f} ({min(rates):.0f} to {max(rates):.0f})"
+        rows.append([kind, spread, f"{rate / base:.2f}", f"{wait:.1f} s"])
+    note = f"{images:,} JPEG files of 300 x 300 pixels, precision auto, one thread each. Median and range of {repeats}."
+    header = ["", "images/s", "of predict", "first block after"]
+    return [Table("Ray workers on this machine", header, rows, note)]
 
 
 def photographs(folder: Path, n: int) -> list[str]:
@@ -43,7 +60,6 @@ def photographs(folder: Path, n: int) -> list[str]:
 
 
 def plain(classifier: SimpleCNAPSClassifier, paths: list[str]) -> tuple[float, float]:
-    """Images per second, and seconds before the first block was done."""
     start = time.perf_counter()
     classifier.predict(paths[:BLOCK])
     first = time.perf_counter()
@@ -52,6 +68,8 @@ def plain(classifier: SimpleCNAPSClassifier, paths: list[str]) -> tuple[float, f
 
 
 def on_ray(file: Path, paths: list[str], workers: int) -> tuple[float, float]:
+    from fewshot_mahalanobis.ray import label_images
+
     start = time.perf_counter()
     first, rows_at_first, rows = 0.0, 0, 0
     for table in label_images(file, paths, workers=workers, images_per_block=BLOCK).iter_batches(
@@ -64,15 +82,13 @@ def on_ray(file: Path, paths: list[str], workers: int) -> tuple[float, float]:
     return (rows - rows_at_first) / (time.perf_counter() - first), first - start
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+def _measure(images: int, repeats: int) -> Found:
     torch.set_num_threads(1)
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DATA_DISABLE_PROGRESS_BARS="1", RAY_worker_niceness="0")
+    import ray  # reads them when it is imported
+
     with tempfile.TemporaryDirectory() as name:
-        paths = photographs(Path(name), arguments.images)
+        paths = photographs(Path(name), images)
         classifier = SimpleCNAPSClassifier(device="cpu", n_jobs=1)
         classifier.fit(paths[:25], [f"class {index % 5}" for index in range(25)])
         file = Path(name) / "classifier.safetensors"
@@ -81,23 +97,17 @@ def main() -> None:
             address="local", num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False
         )
         kinds = {
-            "predict, one thread": lambda: plain(classifier, paths),
+            PLAIN: lambda: plain(classifier, paths),
             "Ray, 1 worker": lambda: on_ray(file, paths, 1),
             "Ray, 2 workers": lambda: on_ray(file, paths, 2),
         }
-        found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-        for _ in range(arguments.repeats):  # in turn, so that what else the machine does falls on all
+        found: Found = {kind: [] for kind in kinds}
+        for _ in range(repeats):  # in turn, so that what else the machine does falls on all
             for kind, measure in kinds.items():
                 found[kind].append(measure())
         ray.shutdown()
-    print(f"{arguments.images} images, median of {arguments.repeats} (lowest to highest); {os.cpu_count()} cores\n")
-    print("| | images/s | of predict | first block after |\n|---|---|---|---|")
-    base = statistics.median(rate for rate, _ in found["predict, one thread"])
-    for kind, values in found.items():
-        rates = [rate for rate, _ in values]
-        rate, wait = statistics.median(rates), statistics.median(wait for _, wait in values)
-        print(f"| {kind} | {rate:.0f} ({min(rates):.0f} to {max(rates):.0f}) | {rate / base:.2f} | {wait:.1f} s |")
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(_measure(*map(int, sys.argv[1:]))))

@@ -80,4 +80,9 @@ def machine() -> str:
     if cpuinfo.exists():
         name = next((line.split(":")[1].strip() for line in cpuinfo.open() if line.startswith("model name")), name)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    return f"{name}, {_count(cores, 'core')}, {_count(threads, 'thread')}, torch {torch.__version__}"
+
+
+def _count(number: int | None, of: str) -> str:
+    return f"{number} {of}{'' if number == 1 else 's'}"

@@ -39,11 +39,13 @@ def run(record: Record) -> list[Table]:
             seconds[axis][str(point)] = record.value(key, lambda: _measure(BASE | {axis: point}, record.repeats))  # noqa: B023
         exponents = [exponent(seconds[axis], way) for way in ("head", "plain")]
         rows.append([axis, f"{points[0]:,} to {points[-1]:,}", *(f"{e:.2f}" for e in exponents)])
+    picture = ""
     if record.folder is not None:
         draw(seconds, PICTURE)
+        picture = f"\n\n![Time of fit + logits against ways, shots, queries and d]({PICTURE.name})"
     note = (
         "Time grows as the power of the quantity: exponent fitted to the upper half of the points, the others "
-        f"held at {BASE['ways']} ways, {BASE['shots']} shots, {BASE['queries']} queries, d = {BASE['d']}."
+        f"held at {BASE['ways']} ways, {BASE['shots']} shots, {BASE['queries']} queries, d = {BASE['d']}.{picture}"
     )
     return [Table("Growth of fit + logits", ["quantity", "range", "here", "plain loop"], rows, note)]
 

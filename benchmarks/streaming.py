@@ -19,7 +19,7 @@ from fewshot_mahalanobis.images import ImageBatches
 
 #: Different files, of this side; longer lists name them again.
 FILES, SIDE = 1000, 300
-TIMED = 1920
+TIMED = 960
 BATCH = 64
 
 

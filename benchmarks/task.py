@@ -89,7 +89,7 @@ def _measure(ways: int, shots: int, queries: int, repeats: int) -> dict[str, Tim
                 encoder(support.contiguous(memory_format=torch.channels_last), BATCH)
 
         calls[f"encoder {precision}"] = encode
-    return take_turns(calls, repeats)
+    return take_turns(calls, repeats, warm_up=ways * shots < 100)  # of half a minute a few milliseconds do not matter
 
 
 def _memory(precision: str) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -47,15 +46,25 @@ def _range(values: Sequence[float]) -> str:
 
 
 def in_own_process(module: str, *arguments: object) -> dict[str, Any]:
-    """Run ``python -m benchmarks.<module> <arguments>`` and parse the JSON that it prints."""
+    """Run ``python -m benchmarks.<module> <arguments>`` and parse the JSON on the last line that it prints."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
     root = Path(__file__).parents[1]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=root).stdout)
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout
+    return json.loads(output.splitlines()[-1])
 
 
 def extra_megabytes(call: Callable[[], object]) -> float:
-    """Peak memory of this process during ``call`` beyond what it held before, in units of 1e6 bytes (Linux)."""
-    held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    """Peak memory of this process during ``call`` beyond what it held before, in units of 1e6 bytes (Linux).
+
+    Not ``ru_maxrss``, which counts from the birth of the process and begins at what its parent held then.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    held = _status("VmRSS")
     call()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return (peak - held) / 1e6
+    return (_status("VmHWM") - held) / 1e6
+
+
+def _status(name: str) -> int:
+    """A size that the kernel keeps of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

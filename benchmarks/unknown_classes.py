@@ -1,18 +1,20 @@
 """How well unknown classes are told from known ones, and how honest probabilities are: docs/unknown_classes.md.
 
-    python benchmarks/unknown_classes.py DATA_DIR --checkpoint default --episodes 100 -o results.json
+    python -m benchmarks.unknown_classes DATA_DIR --backbone default --features features -o results.json
 
 An episode has as many unknown classes as known ones. The support set is of the known classes, the queries are of both,
-and unknown classes differ from episode to episode. Features come from the checkpoint, adapted to the support set and
-not adapted; everything else is :class:`fewshot_mahalanobis.MahalanobisClassifier` on them. On adapted features it has
-the checkpoint's settings and so is the classifier of images; on the others its own, as for features of any network.
-The validation sets are those that choices were made on.
+and unknown classes differ from episode to episode. Features come from the checkpoint, adapted to the support set, and
+from frozen networks (``--backbone``, by the names of benchmarks/beta.py; of at most 20 classes of a set 15 images
+each). Everything else is :class:`fewshot_mahalanobis.MahalanobisClassifier` on them. On adapted features it has the
+checkpoint's settings and so is the classifier of images; on a frozen network's it chooses beta itself. The validation
+sets are those that choices were made on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +27,11 @@ from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import NearestNeighbors
 from tqdm.auto import tqdm
 
+from benchmarks.beta import features_of, load_backbone, open_set
 from fewshot_mahalanobis import MahalanobisClassifier, RegularizedCovariance, SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
+from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.episodes.sources import ImageSource, load_source
 from fewshot_mahalanobis.evaluation.evaluate import Accuracy, markdown_table
-from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
 
 VALIDATION = ("mini_imagenet_val.zip", "omniglot.zip:valid", "cub200_2010.zip:valid", "quickdraw345.zip:valid")
 TEST = (
@@ -43,7 +45,9 @@ TEST = (
     "cifar100_test.zip",
     "fashion_mnist.zip:test",
 )
-NETWORKS = ("adapted", "not adapted")
+WAY, SHOT = 5, 5
+#: What is read of a set for frozen networks, once for all episodes: at most so many classes, and images of each.
+CLASSES, IMAGES = 20, 15
 RATES = (0.05, 0.1)
 BINS = 15
 #: Resamples of the episodes for the interval of a pooled figure.
@@ -62,55 +66,65 @@ class Features(NamedTuple):
     unknown: Array
 
 
+def split_of(episode: Episode) -> tuple[list[NDArray[np.int64]], NDArray[np.int64], NDArray[np.int64]]:
+    """Images of support, known and unknown queries, and labels: the first half of an episode's classes is known."""
+    support, known = episode.support_labels < WAY, episode.query_labels < WAY
+    images = [episode.support[support], episode.query[known], episode.query[~known]]
+    return images, episode.support_labels[support], episode.query_labels[known]
+
+
+def adapted_features(model: SimpleCNAPS, source: ImageSource, episode: Episode, dtype: torch.dtype) -> Features:
+    (support, known, unknown), labels, known_labels = split_of(episode)
+    task = model.adapt(source.network_input(support), torch.from_numpy(labels), dtype=dtype)
+    queries = task.features(source.network_input(np.concatenate([known, unknown])), 128).cpu().numpy()
+    return Features(
+        task.support_features.cpu().numpy(), labels, queries[: len(known)], known_labels, queries[len(known) :]
+    )
+
+
+def stored(file: Path | None) -> list[Features]:
+    """Episodes that an earlier run has kept."""
+    return [] if file is None or not file.exists() else [Features(*e) for e in torch.load(file, weights_only=False)]
+
+
 def collect(
-    model: SimpleCNAPS,
-    source: ImageSource,
-    episodes: Sequence[int],
-    *,
-    way: int,
-    shot: int,
-    queries: int,
-    seed: int,
-    dtype: torch.dtype,
-) -> dict[str, list[Features]]:
-    """Features of the episodes of these numbers, by the adapted and by the unadapted network."""
-    plain = AdaptedTask(model, None, model.head, dtype)
-    drawn = FixedEpisodes(source, 2 * way, shot, queries, seed=seed)
-    found: dict[str, list[Features]] = {network: [] for network in NETWORKS}
-    known_images: dict[int, torch.Tensor] = {}  # what the unadapted network gives for an image never changes
-    for index in tqdm(episodes, desc=source.name):
-        episode = drawn.draw(index)
-        kept, known = episode.support_labels < way, episode.query_labels < way
-        support, labels = episode.support[kept], episode.support_labels[kept]
-        images = np.concatenate([support, episode.query[known], episode.query[~known]])
-        task = model.adapt(source.network_input(support), torch.from_numpy(labels).to(model.device), dtype=dtype)
-        new = np.array([image for image in images if int(image) not in known_images])
-        if len(new):
-            known_images |= zip(new.tolist(), plain.features(source.network_input(new), 128).cpu())
-        adapted = torch.cat([task.support_features, task.features(source.network_input(images[len(support) :]), 128)])
-        unadapted = torch.stack([known_images[int(image)] for image in images])
-        cuts = [len(support), len(support) + int(known.sum())]
-        for network, features in zip(NETWORKS, (adapted.cpu(), unadapted), strict=True):
-            a, b, c = np.split(features.double().numpy(), cuts)
-            found[network].append(Features(a, labels, b, episode.query_labels[known], c))
-    return found
+    source: ImageSource, episodes: int, queries: int, seed: int, of: Callable[[Episode], Features], file: Path | None
+) -> list[Features]:
+    """Features of that many episodes. Those in ``file`` are not computed again; it grows by ten at a time."""
+    drawn = FixedEpisodes(source, 2 * WAY, SHOT, queries, seed=seed)
+    found = stored(file)
+    for index in tqdm(range(len(found), episodes), desc=source.name):
+        found.append(of(drawn.draw(index)))
+        if file is not None and (len(found) % 10 == 0 or len(found) == episodes):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save([tuple(e) for e in found], file.with_suffix(".part"))
+            file.with_suffix(".part").replace(file)
+    return found[:episodes]
 
 
-def outlier_scores(model: MahalanobisClassifier, temperature: float, support: Array, x: Array) -> dict[str, Array]:
+def outlier_scores(
+    model: MahalanobisClassifier, temperature: float, support: Array, labels: NDArray[np.int64], x: Array
+) -> dict[str, Array]:
     """Every score that is compared, of the rows of ``x``; larger is more foreign."""
     logits = model.decision_function(x)
     background = RegularizedCovariance(model.beta_, task_covariance=False)(
         torch.from_numpy(support), torch.zeros(len(support), dtype=torch.int64)
     )
     to_background = model.scale * background.squared_distance(torch.from_numpy(x))[:, 0].numpy()
+    # One covariance for all classes, of the deviations from their means (Lee et al., 2018), with the same ridge.
+    deviations = (support - model.means_[labels]) * math.sqrt((len(support) - 1) / (len(support) - len(model.means_)))
+    tied = RegularizedCovariance(model.beta_, task_covariance=False)(
+        torch.from_numpy(deviations), torch.zeros(len(support), dtype=torch.int64)
+    )
+    tied_distance = np.stack([tied.squared_distance(torch.from_numpy(x - mean))[:, 0].numpy() for mean in model.means_])
     neighbours = NearestNeighbors(n_neighbors=3).fit(support).kneighbors(x)[0]
     return {
-        "nearest class": model.outlier_score(x),
+        "outlier_score": model.outlier_score(x),
+        "plain Mahalanobis": tied_distance.min(axis=0),
         "relative": model.outlier_score(x) - to_background,
         "half relative": model.outlier_score(x) - to_background / 2,
         "energy": -temperature * logsumexp(logits / temperature, axis=1),
         "max softmax": -np.exp(log_softmax(logits, axis=1).max(axis=1)),
-        "max softmax, T fitted": -np.exp(log_softmax(logits / temperature, axis=1).max(axis=1)),
         "nearest neighbour": neighbours[:, 0],
         "third neighbour": neighbours[:, 2],
     }
@@ -129,15 +143,16 @@ class Measured(NamedTuple):
 
 def measure(episode: Features, settings: Mapping[str, Any]) -> Measured:
     """Fit the classifier to one episode and try it on the queries."""
-    support, labels, known, known_labels, unknown = episode
-    fitted = [
-        MahalanobisClassifier(**settings, temperature="auto", unknown_label=-1, false_rejection_rate=rate)
-        for rate in RATES
-    ]
-    fitted = [model.fit(support, labels) for model in fitted]
+    labels, known_labels = episode.labels, episode.known_labels
+    support, known, unknown = (x.astype(np.float64) for x in (episode.support, episode.known, episode.unknown))
+    fitted = []
+    for rate in RATES:
+        model = MahalanobisClassifier(**settings, temperature="auto", unknown_label=-1, false_rejection_rate=rate)
+        fitted.append(model.fit(support, labels))
+        settings = {**settings, "beta": model.beta_}  # chosen once
     model = fitted[0]
     temperature = model.temperature_
-    of_known, of_unknown = (outlier_scores(model, temperature, support, x) for x in (known, unknown))
+    of_known, of_unknown = (outlier_scores(model, temperature, support, labels, x) for x in (known, unknown))
     truth = np.repeat([0, 1], [len(known), len(unknown)])
     log_p = {
         name: log_softmax(model.decision_function(known) / t, axis=1)
@@ -188,86 +203,99 @@ def summarise(measured: Sequence[Measured], seed: int) -> dict[str, Any]:
         "loss": {name: percent([m.loss[name] for m in measured], 1.0) for name in temperatures},
         "accuracy": percent([m.right.mean() for m in measured]),
         "temperature": float(np.median([m.temperature for m in measured])),
+        "episodes": len(measured),
     }
 
 
 def tables(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Markdown: for validation and test sets and each network, outlier scores, then promises and probabilities."""
-    for split in dict.fromkeys(r["split"] for r in records):
-        for network in dict.fromkeys(r["network"] for r in records):
-            chosen = [r for r in records if (r["split"], r["network"]) == (split, network)]
-            if not chosen:
-                continue
-            yield f"\n{split} sets, {network}: AUROC, %\n"
-            yield _table(chosen, {name: lambda r, name=name: r["auroc"][name] for name in chosen[0]["auroc"]})
-            columns: dict[str, Callable[[Mapping[str, Any]], list[float]]] = {
-                f"{kind}, promised {100 * float(rate):g} %": lambda r, kind=kind, rate=rate: r[kind][rate]
-                for rate in chosen[0]["known rejected"]
-                for kind in ("known rejected", "unknown rejected")
-            }
-            yield f"\n{split} sets, {network}: queries rejected, %\n"
-            yield _table(chosen, columns)
-            columns = {
-                f"{kind}, {name}": lambda r, kind=kind, name=name: r[kind][name]
-                for kind in ("calibration error", "loss")
-                for name in chosen[0]["loss"]
-            }
-            yield f"\n{split} sets, {network}: expected calibration error, %, and cross-entropy, nats\n"
-            yield _table(chosen, columns)
+    for split, network in dict.fromkeys((r["split"], r["network"]) for r in records):
+        chosen = [r for r in records if (r["split"], r["network"]) == (split, network)]
+        title = f"{split.capitalize()} sets, {network}"
+        yield f"\n**{title}: AUROC, %**\n"
+        yield _table(chosen, {name: lambda r, name=name: r["auroc"][name] for name in chosen[0]["auroc"]})
+        columns: dict[str, Callable[[Mapping[str, Any]], list[float]]] = {
+            f"{kind}, promised {100 * float(rate):g} %": lambda r, kind=kind, rate=rate: r[kind][rate]
+            for rate in chosen[0]["known rejected"]
+            for kind in ("known rejected", "unknown rejected")
+        }
+        yield f"\n**{title}: queries rejected, %**\n"
+        yield _table(chosen, columns)
+        columns = {
+            f"{kind}, {name}": lambda r, kind=kind, name=name: r[kind][name]
+            for kind in ("calibration error", "loss")
+            for name in chosen[0]["loss"]
+        }
+        yield f"\n**{title}: expected calibration error, %, and cross-entropy, nats**\n"
+        yield _table(chosen, columns)
 
 
 def _table(
     records: Sequence[Mapping[str, Any]], columns: Mapping[str, Callable[[Mapping[str, Any]], list[float]]]
 ) -> str:
-    def cell(mean: float, half_width: float | None, name: str) -> str:
+    def cell(mean: float, half_width: float, name: str) -> str:
         digits = 2 if name.startswith("loss") else 1
-        return f"{mean:.{digits}f}" + ("" if half_width is None else f" ± {half_width:.{digits}f}")
+        return f"{mean:.{digits}f} ± {half_width:.{digits}f}"
 
-    rows = [[r["source"], *(cell(*of(r), name) for name, of in columns.items())] for r in records]
-    means = [cell(float(np.mean([of(r)[0] for r in records])), None, name) for name, of in columns.items()]
-    return markdown_table([*rows, ["average", *means]], ["source", *columns])
+    rows = [[r["source"], r["episodes"], *(cell(*of(r), name) for name, of in columns.items())] for r in records]
+    means = []
+    for name, of in columns.items():  # sets are independent of one another
+        values = np.array([of(r) for r in records])
+        means.append(cell(values[:, 0].mean(), np.sqrt((values[:, 1] ** 2).sum()) / len(values), name))
+    return markdown_table([*rows, ["average", "", *means]], ["source", "episodes", *columns])
+
+
+def opened(
+    model: SimpleCNAPS, network: str, path: str, dtype: torch.dtype
+) -> tuple[ImageSource, Callable[[Episode], Features]]:
+    """A set, and what gives the features of its episodes: the model adapted to each, or its features as they are."""
+    if network == "adapted":
+        source = load_source(path, size=model.image_size, lazy=True)
+        return source, lambda episode: adapted_features(model, source, episode, dtype)
+    source = open_set(path, model.image_size, CLASSES, IMAGES)
+    features = features_of(model, source).numpy()
+
+    def frozen(episode: Episode) -> Features:
+        (support, known, unknown), labels, known_labels = split_of(episode)
+        return Features(features[support], labels, features[known], known_labels, features[unknown])
+
+    return source, frozen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("data", type=Path, help="folder of the image sets")
     parser.add_argument("--checkpoint", default="default", help="name, folder or Hub repository")
+    parser.add_argument("--backbone", nargs="*", default=[], help="frozen networks to try as well")
     parser.add_argument("--episodes", type=int, default=100, help="episodes a set")
-    parser.add_argument("--way", type=int, default=5, help="known classes, and as many unknown ones")
-    parser.add_argument("--shot", type=int, default=5, help="support images a class")
     parser.add_argument("--queries", type=int, default=3, help="query images a class, known or unknown")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the convolutions")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16", help="of adapted networks")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--features", type=Path, help="folder that keeps features, so that scores can be redone alone")
+    parser.add_argument("--features", type=Path, help="folder that keeps features: a run that was cut off goes on")
     parser.add_argument("--results", "-o", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
 
-    model = load_checkpoint(arguments.checkpoint)
-    of_checkpoint = {name: model.config[name] for name in ("beta", "scale", "task_covariance")}
-    records = []
-    for split, path in [("validation", p) for p in VALIDATION] + [("test", p) for p in TEST]:
-        kept = arguments.features and arguments.features / f"{path.replace(':', '-')}.pt"
-        if kept and kept.exists():
-            stored = torch.load(kept, weights_only=False)
-            features = {network: [Features(*episode) for episode in stored[network]] for network in NETWORKS}
-        else:
-            features = collect(
-                model,
-                load_source(f"{arguments.data}/{path}", size=model.image_size),
-                range(arguments.episodes),
-                dtype=getattr(torch, arguments.precision),
-                **{name: getattr(arguments, name) for name in ("way", "shot", "queries", "seed")},
-            )
-            if kept:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                torch.save({network: [tuple(e) for e in features[network]] for network in NETWORKS}, kept)
-        for network, settings in ("adapted", of_checkpoint), ("not adapted", {}):
-            measured = [measure(episode, settings) for episode in features[network][: arguments.episodes]]
-            source = path.replace(".zip:", "/").removesuffix(".zip")
-            names = {"split": split, "source": source, "network": network}
+    checkpoint = load_checkpoint(arguments.checkpoint)
+    records: list[dict[str, Any]] = []
+    for network in ("adapted", *arguments.backbone):
+        model = checkpoint if network in ("adapted", "default") else load_backbone(network)
+        settings: dict[str, Any] = {"beta": "auto"}
+        if network == "adapted":
+            settings = {name: model.config[name] for name in ("beta", "scale", "task_covariance")}
+        for split, path in [("validation", p) for p in VALIDATION] + [("test", p) for p in TEST]:
+            file = arguments.features and arguments.features / f"{network}-{path.replace(':', '-')}.pt"
+            features = stored(file)[: arguments.episodes]
+            if len(features) < arguments.episodes:
+                dtype = getattr(torch, arguments.precision)
+                source, of = opened(model, network, f"{arguments.data}/{path}", dtype)
+                features = collect(source, arguments.episodes, arguments.queries, arguments.seed, of, file)
+            measured = [measure(episode, settings) for episode in tqdm(features, desc=f"{path}, {network}")]
+            name = path.replace(".zip:", "/").removesuffix(".zip")
+            title = "not adapted" if network == "default" else network
+            names = {"split": split, "source": name, "network": title}
             records.append({**names, **summarise(measured, arguments.seed)})
-        if arguments.results:
-            arguments.results.write_text(json.dumps(records, indent=1) + "\n")
+            if arguments.results:
+                arguments.results.write_text(json.dumps(records, indent=1) + "\n")
     print("\n".join(tables(records)))
 
 

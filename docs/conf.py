@@ -17,6 +17,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
+    "sphinx-mathjax-offline",  # MathJax in the site itself: no request goes elsewhere
 ]
 templates_path = ["_templates"]
 exclude_patterns = ["_build"]

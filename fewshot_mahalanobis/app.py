@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fewshot_mahalanobis.calibration import answers
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images import ImageError, read_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -191,16 +192,16 @@ class Bench:
         except ImageError as error:
             raise ValueError(_listed({Path(file).name: str(error)})) from error
         classifier = self.classifier
-        (row,) = classifier.predict_proba([picture])
-        names = [str(label) for label in classifier.classes_]
-        limit = classifier.threshold_
-        unknown = limit is not None and bool(classifier.outlier_score([picture])[0] > limit)
+        said = answers(classifier, [picture])
+        (row,), names = said.probabilities, [str(label) for label in classifier.classes_]
         probabilities = dict(zip(names, row.tolist(), strict=True))
-        return Answer(names[int(row.argmax())], unknown, probabilities, picture, self._neighbours(classifier, picture))
+        near = self._neighbours(classifier, said.features)
+        return Answer(names[int(row.argmax())], bool(said.unknown[0]), probabilities, picture, near)
 
-    def _neighbours(self, classifier: SimpleCNAPSClassifier, picture: NDArray[np.uint8]) -> list[Neighbour]:
+    def _neighbours(self, classifier: SimpleCNAPSClassifier, query: NDArray[np.float32]) -> list[Neighbour]:
+        """The support images whose features are nearest to those of the query, (1, d)."""
         support = classifier.task_.support_features.cpu().numpy()
-        distances = np.linalg.norm(support - classifier.transform([picture]), axis=1)
+        distances = np.linalg.norm(support - query, axis=1)
         labels = classifier.classes_[classifier.task_.support_labels.cpu().numpy()]
         first = len(support) - len(self.images)  # the images of a model file come before
         return [

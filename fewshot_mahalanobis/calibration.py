@@ -11,20 +11,27 @@ every network has.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from fewshot_mahalanobis.covariance import RegularizedCovariance, check_support
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.leave_one_out import leave_one_out_distance
-from fewshot_mahalanobis.rejection import outlier_score, rejection_threshold
+from fewshot_mahalanobis.rejection import nearest_or_none, outlier_score, rejection_threshold
 
-#: Candidates for beta, in units of the features' mean variance, strongest first: 10^1.5 to 10^-3.
-BETA_GRID = tuple(10.0 ** (half / 2) for half in range(3, -7, -1))
+if TYPE_CHECKING:
+    from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+
+#: Candidates for beta, in units of the features' mean variance, strongest first: 10^2 to 10^-2.5.
+BETA_GRID = tuple(10.0 ** (half / 2) for half in range(4, -6, -1))
+#: What beta is taken for before any example is left out: its log10, in those units, is normal around the one with the
+#: other for its standard deviation.
+_PRIOR_CENTRE, _PRIOR_SPREAD = 1.0, 0.5
 #: Of one made-up example, spread over all classes, this much is added to those that a temperature is fitted to.
 _DOUBT = 0.25
 
@@ -93,6 +100,40 @@ def calibrate(
     )
 
 
+class Answers(NamedTuple):
+    """What a classifier says of m images."""
+
+    labels: NDArray[Any]  # (m,), as ``predict`` gives them
+    probabilities: NDArray[np.float64]  # (m, k), as ``predict_proba``
+    unknown: NDArray[np.bool_]  # (m,), whether the image is of no class
+    features: NDArray[np.float32]  # (m, d), as ``transform``
+
+
+def answers(classifier: SimpleCNAPSClassifier, images: Any) -> Answers:
+    """All that a fitted classifier says of images, in one pass through its network.
+
+    Parameters
+    ----------
+    classifier : SimpleCNAPSClassifier
+    images : collection of m images
+
+    Raises
+    ------
+    sklearn.exceptions.NotFittedError
+    ValueError
+        An image cannot be used; the message names it.
+    """
+    features = np.asarray(classifier.transform(images))
+    logits = classifier.task_.head_logits(torch.from_numpy(features))
+    chosen = nearest_or_none(logits, classifier.threshold_)
+    return Answers(
+        classifier._answers[chosen],
+        torch.softmax(logits.double() / classifier.temperature_, dim=1).cpu().numpy(),
+        chosen == len(classifier.classes_),
+        features,
+    )
+
+
 def check_settings(temperature: float | str, false_rejection_rate: float) -> None:
     """Raise ValueError unless :func:`calibrate` takes these settings."""
     if temperature != "auto" and (isinstance(temperature, str) or not (temperature > 0 and math.isfinite(temperature))):
@@ -140,9 +181,15 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def choose_beta(covariance: RegularizedCovariance, features: Tensor, labels: Tensor) -> float:
-    """Beta of equation 3 under which left-out examples are told best: the smallest cross-entropy, T fitted to each.
+    """Beta of equation 3 that left-out examples make most probable, beside what is known of it without them.
 
-    Targets are softened by Laplace's rule: of N examples the true class gets (N + 1) / (N + k).
+    Twenty-five examples say little of beta, and the best of many candidates on so few is the luckiest. So beta has a
+    prior, a log-normal one: with v the mean variance of a feature over the support set, log10 (beta / v) has mean 1 and
+    standard deviation 1/2. What is smallest is the sum of the left-out examples' cross-entropies, each beta's
+    temperature fitted, less the logarithm of the prior. Where many examples speak, the prior says next to nothing. Its
+    two numbers were chosen on validation classes.
+
+    Targets of the cross-entropy are softened by Laplace's rule: of N examples the true class gets (N + 1) / (N + k).
 
     Parameters
     ----------
@@ -155,8 +202,8 @@ def choose_beta(covariance: RegularizedCovariance, features: Tensor, labels: Ten
     Returns
     -------
     float
-        One of ``BETA_GRID`` times the mean variance of a feature over the support set; that variance itself if no
-        class has two examples, when nothing can be left out, and 1 if it is zero, when beta does not matter.
+        One of ``BETA_GRID`` times v; v itself if no class has two examples, when nothing can be left out and classes
+        have no covariance of their own; 1 if v is zero, when beta does not matter.
 
     Raises
     ------
@@ -170,11 +217,13 @@ def choose_beta(covariance: RegularizedCovariance, features: Tensor, labels: Ten
         return 1.0
     if counts.max() == 1:
         return variance
-    losses = []
+    told = int(counts[counts > 1].sum())
+    improbability = []
     for factor in BETA_GRID:
         candidate = RegularizedCovariance(factor * variance, covariance.task_covariance, covariance.one_shot_covariance)
-        losses.append(_fit(-leave_one_out_distance(candidate, features, labels), labels, 1.0).loss)
-    return BETA_GRID[int(np.argmin(losses))] * variance
+        loss = _fit(-leave_one_out_distance(candidate, features, labels), labels, 1.0).loss
+        improbability.append(told * loss + 0.5 * ((math.log10(factor) - _PRIOR_CENTRE) / _PRIOR_SPREAD) ** 2)
+    return BETA_GRID[int(np.argmin(improbability))] * variance
 
 
 def _fit(logits: Tensor, labels: Tensor, added: float) -> _Fit:

@@ -210,6 +210,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         classes, codes = np.unique(labels, return_inverse=True)
         if len(classes) < 2:
             raise ValueError(f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}")
+        labels_to_give(classes, self.unknown_label)  # refused, as the next, before the network has run
+        check_settings(self.temperature, self.false_rejection_rate)
 
         images, targets = torch.cat(list(self._with_progress(batches, "fit"))), torch.from_numpy(codes)
         task, _ = _within_memory(
@@ -252,6 +254,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
                 f"label {labels.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
             )
         classes = np.unique(np.concatenate([self.classes_, labels]))
+        labels_to_give(classes, self.unknown_label)  # refused before the network has run
         before = np.searchsorted(classes, self.classes_)[self.task_.support_labels.cpu().numpy()]
         codes = np.concatenate([before, np.searchsorted(classes, labels)])
 

@@ -188,6 +188,7 @@ def predict(
 
         fewshot-mahalanobis predict flowers.safetensors 1.jpg 2.jpg --json --top-k 3
     """
+    from fewshot_mahalanobis.calibration import answers
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
     from fewshot_mahalanobis.episodes.sources import images_below
 
@@ -206,13 +207,10 @@ def predict(
             if not arrays or (problems and not skip_errors):
                 continue  # only to find the other images that cannot be read
             read += chunk
+            said = answers(classifier, arrays)
+            labels += said.labels.tolist()
             if proba or top_k is not None:
-                found_probabilities = classifier.predict_proba(arrays)
-                probabilities += found_probabilities.tolist()
-            if classifier.threshold_ is None and (proba or top_k is not None):  # spares a pass through the network
-                labels += classifier.classes_[found_probabilities.argmax(axis=1)].tolist()
-            else:
-                labels += classifier.predict(arrays).tolist()
+                probabilities += said.probabilities.tolist()
         _stop_unless_skipped(problems, len(paths), skip_errors)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file name need not be text: its bytes come out as they are
         sys.stdout.reconfigure(errors="surrogateescape")
@@ -614,6 +612,7 @@ def _decoded(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
+    console.quiet = not console.is_terminal  # before rich 14.3 a Progress that is disabled ends with an empty line
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     chunks = [paths[start : start + _CHUNK] for start in range(0, len(paths), _CHUNK)]
     with (

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.decomposition import PCA
 from torch import Tensor
 
+from fewshot_mahalanobis.calibration import answers
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
@@ -94,23 +95,41 @@ def plot_task(
         Images and labels differ in number, or an image cannot be used.
     """
     support_labels = _labels_of(support_labels, support_images, "support")
-    predicted, probabilities = classifier.predict(query_images), classifier.predict_proba(query_images).max(axis=1)
-    shown = predicted if query_labels is None else _labels_of(query_labels, query_images, "query")
-    rows = [*classifier.classes_.tolist(), *sorted({*shown.tolist()} - {*classifier.classes_.tolist()})]
+    shown = None if query_labels is None else _labels_of(query_labels, query_images, "query")
+    if isinstance(classifier, SimpleCNAPSClassifier):
+        said = answers(classifier, query_images)
+        predicted, probabilities = said.labels, said.probabilities
+    else:
+        predicted, probabilities = classifier.predict(query_images), classifier.predict_proba(query_images)
+    support, queries = (support_images, support_labels), (query_images, predicted if shown is None else shown)
+    return draw_task(classifier.classes_.tolist(), support, queries, predicted, probabilities.max(axis=1), figure)
+
+
+def draw_task(
+    classes: list[Any],
+    support: tuple[Any, NDArray[Any]],
+    queries: tuple[Any, NDArray[Any]],
+    predicted: NDArray[Any],
+    probabilities: NDArray[np.float64],
+    figure: Figure | None = None,
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """What :func:`plot_task` draws: ``support`` and ``queries`` are images and the labels whose rows they stand in."""
+    (support_images, support_labels), (query_images, shown) = support, queries
+    rows = [*classes, *sorted({*shown.tolist()} - {*classes})]
     support_rows = [np.flatnonzero(support_labels == label) for label in rows]
     query_rows = [np.flatnonzero(shown == label) for label in rows]
-    shots, queries = (max(map(len, indices)) for indices in (support_rows, query_rows))
+    shots, most = (max(map(len, indices)) for indices in (support_rows, query_rows))
 
     longest = max(len(str(label)) for label in [*rows, *predicted.tolist()])
     margin, cell = 0.3 + 0.1 * longest, max(0.75, 0.065 * (longest + 7))  # inches
-    left_width, right_width, height = margin + shots * cell, 0.2 + queries * cell, len(rows) * 0.82 + 0.6
+    left_width, right_width, height = margin + shots * cell, 0.2 + most * cell, len(rows) * 0.82 + 0.6
     figure = _new_figure() if figure is None else figure
     figure.set_size_inches(left_width + right_width, height)
     left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(left_width, right_width))[0]
     place = {"top": 1 - 0.55 / height, "bottom": 0.1 / height, "hspace": 0.3, "wspace": 0.08}
     support_axes = left.subplots(len(rows), shots, squeeze=False)
     left.subplots_adjust(left=margin / left_width, right=0.99, **place)
-    query_axes = right.subplots(len(rows), queries, squeeze=False)
+    query_axes = right.subplots(len(rows), most, squeeze=False)
     right.subplots_adjust(left=0.1 / right_width, right=1 - 0.1 / right_width, **place)
     left.suptitle("support", y=1 - 0.08 / height, va="top", fontsize=11)
     right.suptitle("queries", y=1 - 0.08 / height, va="top", fontsize=11)
@@ -207,11 +226,11 @@ def plot_support_influence(
     images, task = _thumbnails(support_images), classifier.task_
     if len(images) != len(task.support_labels):
         raise ValueError(f"the classifier was fitted to {len(task.support_labels)} images, but {len(images)} are given")
-    features = torch.from_numpy(np.asarray(classifier.transform([query_image])))
-    influence = support_influence(task, features)[0].cpu().numpy()
+    said = answers(classifier, [query_image])
+    influence = support_influence(task, torch.from_numpy(said.features))[0].cpu().numpy()
     if np.isnan(influence).all():
         raise ValueError("every class has one support image: without it there would be no such class")
-    probabilities = classifier.predict_proba([query_image])[0]
+    (probabilities,) = said.probabilities
     labels = classifier.classes_[task.support_labels.cpu().numpy()]
 
     order = np.argsort(-influence, kind="stable")  # NaN comes last

@@ -18,8 +18,10 @@ factoring Q_k commits an error E with ||E|| <= c u tr Q_k, c of the order of n +
 (1 + ||E|| / l) Q_k for the smallest eigenvalue l of Q_k, lengths change by a factor of at most 1 +- c u tr(Q_k) / l.
 (b) Features rounded when they are centred, u M sqrt(d) in norm, change Q_k's root by a factor 1 +- c u r and lengths by
 c u r, where r = M sqrt(d / l) is the longest that a feature can be. (c) A distance that is taken as a difference of
-larger terms loses digits; in float64 12 bits are allowed for that. So lengths agree within c u (tr(Q_k) / l + r) of
-themselves plus 2^12 c u r, and those in float32 with those in float64 likewise, with its u and without the 2^12.
+larger terms loses digits; in float64 12 bits are allowed for that. (d) Below its normal numbers a dtype has nothing but
+multiples of the smallest, s: each operation on squares may lose s / 2, and a length sqrt(c s / 2) by them. So lengths
+agree within c u (tr(Q_k) / l + r) of themselves plus 2^12 c u r plus sqrt(c s / 2), and those in float32 with those in
+float64 likewise, with its u and s and without the 2^12.
 
 Heads in general have no such formula: their logits must agree within the change that random perturbations of every
 example, by 2^-30 of its largest entry, make; and float32 logits with float64 ones within that of 2^-16, 256 times the
@@ -29,6 +31,7 @@ roundoff of float32.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -249,7 +252,7 @@ def _covariance_means_and_counts_are_those_of_the_classes(covariance: Any, task:
     members = [task.support_features[task.support_labels == label] for label in range(len(counts))]
     means = torch.stack([member.mean(dim=0) for member in members])
     error = (gaussians.means - means).abs().max()
-    bound = 4 * len(task.support_labels) * _roundoff(means.dtype) * _largest(task)
+    bound = 4 * (len(task.support_labels) * _roundoff(means.dtype) * _largest(task) + _smallest(means.dtype))
     _assert(error <= bound, f"a mean is off by {error:.3g}, more than rounding explains ({bound:.3g})")
 
 
@@ -361,7 +364,7 @@ def _covariance_float32_is_close_to_float64(covariance: Any, task: Task) -> None
     dtype = torch.promote_types(task.query_features.dtype, torch.float32)
     _assert(found.dtype == dtype, f"distances are {found.dtype}, not {dtype}")
     _assert((found >= 0).all(), f"a squared distance is {found.min()}")
-    relative, absolute = _length_rounding(gaussians, wide, roundoff=_roundoff(dtype), cancelled=1.0)
+    relative, absolute = _length_rounding(gaussians, wide, dtype=dtype, cancelled=1.0)
     found, expected = found.double().sqrt(), expected.sqrt()
     _assert_within(found, expected, relative * torch.maximum(found, expected) + absolute)
 
@@ -415,7 +418,11 @@ def _assert_within(found: Tensor, expected: Tensor, bound: Tensor) -> None:
 
 
 def _length_rounding(
-    gaussians: Any, task: Task, largest: float | None = None, roundoff: float = 2.0**-53, cancelled: float = _CANCELLED
+    gaussians: Any,
+    task: Task,
+    largest: float | None = None,
+    dtype: torch.dtype = torch.float64,
+    cancelled: float = _CANCELLED,
 ) -> tuple[Tensor, Tensor]:
     """Relative and absolute rounding error of Mahalanobis lengths to each class, (k,): see the head of this module."""
     n, d = task.support_features.shape
@@ -423,8 +430,9 @@ def _length_rounding(
     # The least eigenvalue is known to the last digits of the trace: below that the relative bound is above 1 and void.
     smallest = torch.maximum(torch.linalg.eigvalsh(q)[:, 0], _roundoff(q.dtype) * _trace(q))
     reach = (_largest(task) if largest is None else largest) * (d / smallest).sqrt()
-    unit = 4 * (n + d + 10) * roundoff
-    return unit * (_trace(q) / smallest + reach), cancelled * unit * reach
+    operations = 4 * (n + d + 10)
+    unit, underflow = operations * _roundoff(dtype), math.sqrt(operations / 2 * _smallest(dtype))
+    return unit * (_trace(q) / smallest + reach), cancelled * unit * reach + underflow
 
 
 def _trace(matrices: Tensor) -> Tensor:
@@ -616,6 +624,11 @@ def _largest(task: Task) -> float:
 
 def _roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """The smallest positive number, subnormal."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def _generator() -> torch.Generator:

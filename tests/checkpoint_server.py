@@ -121,8 +121,8 @@ class Hub:
 
     def _at(self, repo: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
         history = self.commits.get(repo, [])
-        if revision == "main" and history:
-            return history[-1]
+        if revision == "main":  # which a new repository has, without a file
+            return history[-1] if history else ("0" * 40, {})
         sha = self.tags.get((repo, revision), revision)
         return next((commit for commit in history if commit[0] == sha), None)
 
@@ -206,6 +206,13 @@ class Hub:
         send(handler, json.dumps(answer).encode(), status, content_type="application/json", **headers)
 
 
+def go_offline(monkeypatch: pytest.MonkeyPatch, offline: bool = True) -> None:
+    """Let ``huggingface_hub`` make no connection, as HF_HUB_OFFLINE=1 at its import does, or make them again."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    # Clients before 1.0 ask no more once they have a session.
+    getattr(huggingface_hub.utils, "reset_sessions", lambda: None)()
+
+
 @contextmanager
 def hub_on_this_machine(
     monkeypatch: pytest.MonkeyPatch, cache: Path, large_files: tuple[str, ...] = ()
@@ -215,9 +222,11 @@ def hub_on_this_machine(
     with Server(hub) as server:
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        for module in (constants, huggingface_hub.file_download):  # older clients have their own copy there
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # a protocol of its own, which needs the real hub
+        go_offline(monkeypatch, False)
+        # A protocol of its own, which needs the real hub; older clients have none.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)
         hub.server = server
         yield hub

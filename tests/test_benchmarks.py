@@ -63,6 +63,15 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert timing.show([0.002, 0.001, 0.003]) == "2 ms (1 to 3)"
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_extra_memory_is_the_peak_of_the_call_and_not_of_what_was_before() -> None:
+    def hold(megabytes: int) -> None:
+        torch.ones(megabytes * 125_000, dtype=torch.float64)
+
+    hold(300)
+    assert timing.extra_megabytes(lambda: hold(100)) == pytest.approx(100, abs=20)
+
+
 def test_exponents_are_slopes_on_log_axes() -> None:
     cubic = {str(x): {"head": 5.0 * x**3} for x in (1, 10, 100, 1000)}
     assert scaling.exponent(cubic, "head") == pytest.approx(3.0)

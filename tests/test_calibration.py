@@ -55,22 +55,43 @@ def test_logits_that_say_nothing_leave_the_temperature_at_one() -> None:
     assert fit_temperature(torch.zeros(6, 3), torch.tensor([0, 0, 1, 1, 2, 2])) == 1.0
 
 
-def test_beta_is_that_of_the_smallest_left_out_cross_entropy() -> None:
-    """Against n refits for each candidate and a fine grid of temperatures."""
-    features, labels, _ = make_task(5, [4, 3, 5], 12, dtype=torch.float64)
+def improbabilities(features: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """What ``choose_beta`` makes smallest, of each candidate: n refits and a fine grid of temperatures; the prior."""
+    n, k = len(labels), int(labels.max()) + 1
     variance = float(features.var(dim=0).mean())
-    targets = torch.full((12, 3), 1 / 15, dtype=torch.float64).scatter(1, labels[:, None], 13 / 15)
-    losses = []
+    targets = torch.full((n, k), 1 / (n + k), dtype=torch.float64).scatter(1, labels[:, None], (n + 1) / (n + k))
+    found = []
     for factor in BETA_GRID:
         head = MahalanobisHead(RegularizedCovariance(factor * variance))
-        rest = ~torch.eye(12, dtype=torch.bool)
+        rest = ~torch.eye(n, dtype=torch.bool)
         logits = torch.cat([head(features[r], labels[r], features[~r]) for r in rest])
         temperatures = float(logits.std(dim=1).mean()) * torch.logspace(-3, 3, 600, dtype=torch.float64)
-        by_temperature = [-(targets * torch.log_softmax(logits / t, dim=1)).sum() for t in temperatures]
-        losses.append(float(torch.stack(by_temperature).min()))
-    assert len(set(losses)) == len(BETA_GRID)
-    expected = BETA_GRID[int(np.argmin(losses))] * variance
+        losses = [-(targets * torch.log_softmax(logits / t, dim=1)).sum() for t in temperatures]
+        prior = torch.distributions.Normal(torch.tensor(1.0), torch.tensor(0.5)).log_prob(torch.tensor(factor).log10())
+        found.append(float(torch.stack(losses).min() - prior))
+    return found
+
+
+@pytest.mark.parametrize("seed", [5, 8])
+def test_beta_is_what_left_out_examples_and_the_prior_make_most_probable(seed: int) -> None:
+    features, labels, _ = make_task(seed, [4, 3, 5], 12, dtype=torch.float64)
+    variance = float(features.var(dim=0).mean())
+    expected = BETA_GRID[int(np.argmin(improbabilities(features, labels)))] * variance
     assert choose_beta(RegularizedCovariance(), features, labels) == pytest.approx(expected)
+
+
+def test_many_examples_outvote_the_prior() -> None:
+    """Two classes that differ where they vary least: a large beta, as the prior has it, hides that."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.tensor([10.0, 10.0, 10.0, 1.0], dtype=torch.float64)
+    features = torch.randn(120, 4, generator=generator, dtype=torch.float64) * spread
+    labels = torch.arange(120) % 2
+    features[:, 3] += 3 * labels
+    factors = [
+        choose_beta(RegularizedCovariance(), features[:n], labels[:n]) / float(features[:n].var(dim=0).mean())
+        for n in (4, 120)
+    ]
+    assert factors[1] < factors[0] / 10
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])

@@ -31,7 +31,7 @@ from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob
 from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from tests.checkpoint_server import Hub, Server, git_blob_id, send, send_and_drop
+from tests.checkpoint_server import Server, git_blob_id, go_offline, hub_on_this_machine, send, send_and_drop
 from tests.golden import recipe
 
 FILE = bytes(range(256)) * 4096  # a megabyte, for the downloads whose contents do not matter
@@ -695,16 +695,7 @@ def test_published_file_with_code_in_it_is_refused_even_under_the_right_digest(s
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """``huggingface_hub`` talks to a hub on 127.0.0.1 and keeps its cache in a folder of this test."""
-    state = Hub()
-    with Server(state) as server:
-        constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        state.server = server
+    with hub_on_this_machine(monkeypatch, tmp_path / "hub-cache") as state:
         yield state
 
 
@@ -733,7 +724,7 @@ def test_hub_revision_is_the_tag_or_commit_asked_for(hub, files):
 def test_hub_checkpoint_in_the_cache_serves_offline(hub, model, files, monkeypatch):
     hub.commit("user/repo", files)
     load_checkpoint("user/repo")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    go_offline(monkeypatch)
     count = len(hub.server.requests)
     assert load_checkpoint("user/repo").config == model.config
     assert len(hub.server.requests) == count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from fewshot_mahalanobis.covariance import RegularizedCovariance, class_means
 from tests import reference
 
 GOLDEN = Path(__file__).parent / "golden"
+#: Tasks of the random search; a long one sets more.
+RANDOM_TASKS = int(os.environ.get("FEWSHOT_COVARIANCE_TASKS", "40"))
 
 SETTINGS = [
     {},
@@ -78,6 +82,67 @@ def test_constant_and_duplicated_features_and_examples_are_exact(
     features[labels == 1] = features[labels == 1][0]  # duplicated examples
     queries[:3] = features[:3]  # queries from the support
     assert_equals_reference(scale * features, labels, scale * queries, **settings)
+
+
+def random_task(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ways 1-50, shots 1-30 of each class, d 2-640, scale 1e-3 to 1e3, constant and duplicated features."""
+    rng = np.random.default_rng(seed)
+    # Half of the ways and widths are drawn log-uniformly, so that n lies on both sides of d.
+    ways, d = (
+        int(rng.integers(low, high + 1) if rng.random() < 0.5 else math.exp(rng.uniform(math.log(low), math.log(high))))
+        for low, high in ((1, 50), (2, 640))
+    )
+    shots = rng.integers(1, 31, size=ways).tolist()
+    features, labels, queries = make_task(seed, shots, d, queries=10)
+    together = torch.cat([features, queries])
+    for constant in rng.integers(d, size=rng.integers(3)):
+        together[:, constant] = float(rng.normal())
+    for target, source in rng.integers(d, size=(rng.integers(1 + d // 4), 2)):
+        together[:, target] = together[:, source]
+    together[-1] = together[rng.integers(len(features))]  # a query from the support
+    together *= 10 ** rng.uniform(-3, 3)
+    return together[: len(features)], labels, together[len(features) :]
+
+
+def rounding_of(features: Tensor, labels: Tensor, queries: Tensor, distances: Tensor, growth: float) -> Tensor:
+    """How far two ways to compute ``distances`` (m, k) may differ by rounding in float64.
+
+    A sum of N = n + d numbers has an error of ``growth`` u of their size: N in the worst case, sqrt(N) where roundings
+    are independent. Each way commits such an error E in forming and factoring Q_k, ||E|| <= growth u tr Q_k, which
+    multiplies a squared distance by at most 1 + ||E|| / beta, and one of growth u M in each entry of x - mu_k, M the
+    largest feature, which moves its square root by growth u M sqrt(d / beta). Here beta is 1.
+    """
+    d = features.shape[1]
+    traces = []
+    for label in range(distances.shape[1]):
+        members = features[labels == label].double()
+        weight = len(members) / (len(members) + 1)
+        of_class, of_all = (x.var(dim=0, correction=int(len(x) > 1)).sum() for x in (members, features.double()))
+        traces.append(weight * of_class + (1 - weight) * of_all + d)
+    unit = growth * torch.finfo(torch.float64).eps
+    moved = 2 * unit * max(float(features.abs().max()), float(queries.abs().max())) * math.sqrt(d)
+    return 2 * unit * torch.stack(traces) * distances + 2 * distances.sqrt() * moved + moved**2
+
+
+def errors_of_random_task(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Relative errors of squared distances (m, k), what they may be, and which of them rounding has spoilt."""
+    features, labels, queries = random_task(seed)
+    found = RegularizedCovariance()(features, labels).squared_distance(queries.double())
+    expected = reference.squared_mahalanobis(features, labels, queries)
+    operations = sum(features.shape)
+    spoilt = rounding_of(features, labels, queries, expected, math.sqrt(operations)) > 1e-5 * expected
+    allowed = torch.where(spoilt, rounding_of(features, labels, queries, expected, operations), 1e-5 * expected)
+    size = expected.clamp(min=torch.finfo(torch.float64).tiny)
+    return (found - expected).abs() / size, allowed / size, spoilt
+
+
+def test_a_random_search_finds_no_distance_that_differs_from_the_dense_reference() -> None:
+    kept = []
+    for seed in range(RANDOM_TASKS):
+        errors, allowed, spoilt = errors_of_random_task(seed)
+        assert (errors <= allowed).all(), f"task {seed} differs by {errors[errors > allowed].max():.1e}"
+        kept.append(~spoilt.flatten())
+    assert torch.cat(kept).double().mean() > 0.8  # most distances are held to 1e-5
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

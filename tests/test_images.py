@@ -174,7 +174,7 @@ def test_a_file_of_every_mode_keeps_its_colour(
     options = {"lossless": True, "exact": True} if name.endswith("webp") else {}
     path = write(tmp_path, name, image, **options)
     with Image.open(path) as read:
-        assert read.mode == mode
+        assert read.mode == mode or (mode, read.mode, name) == ("I;16", "I", "a.png")  # as older Pillows read it
     wanted = torch.tensor(expected).float()[:, None, None].expand(1, 3, SIZE, SIZE) / 127.5 - 1
     assert torch.equal(tensor_of([path]), wanted)
     assert torch.equal(tensor_of([image]), wanted)

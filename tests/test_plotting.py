@@ -113,6 +113,21 @@ def test_a_query_of_no_class_gets_a_row_of_its_own(classifier: SimpleCNAPSClassi
     assert queries[3, 0].images
 
 
+def test_a_classifier_that_is_not_ours_is_drawn_by_what_it_predicts(classifier: SimpleCNAPSClassifier) -> None:
+    class Blind:
+        classes_ = classifier.classes_
+
+        def predict(self, images: NDArray[np.uint8]) -> NDArray[Any]:
+            return np.repeat("green", len(images))
+
+        def predict_proba(self, images: NDArray[np.uint8]) -> NDArray[np.float64]:
+            return np.tile([0.2, 0.5, 0.3], (len(images), 1))
+
+    images = drawn(["red", "blue"], 2)
+    _, queries = plot_task(Blind(), drawn(SUPPORT_LABELS, 1), SUPPORT_LABELS, images, figure=Figure())
+    assert [axis.get_title() for axis in queries[1]] == ["green (50%)"] * 2
+
+
 def test_one_label_too_few_is_refused(classifier: SimpleCNAPSClassifier) -> None:
     with pytest.raises(ValueError, match="8 support images need as many labels"):
         plot_task(classifier, drawn(SUPPORT_LABELS, 1), SUPPORT_LABELS[1:], drawn(["red"], 2), figure=Figure())
@@ -145,18 +160,25 @@ def test_the_only_example_of_a_class_has_no_influence_to_speak_of(classifier: Si
 
 
 def test_the_picture_of_influences_orders_them_by_what_they_say(classifier: SimpleCNAPSClassifier) -> None:
+    """A green image that is called red speaks against every green query."""
+    images, called = drawn([*SUPPORT_LABELS, "green"], 1), [*SUPPORT_LABELS, "red"]
+    misled = SimpleCNAPSClassifier(classifier.model_).fit(images, called)
     query = drawn(["green"], 4)
-    axes = plot_support_influence(classifier, drawn(SUPPORT_LABELS, 1), query[0], most=3, figure=Figure())
-    influence = support_influence(classifier.task_, torch.from_numpy(classifier.transform(query)))[0].numpy()
-    assert axes[0, 0].get_title().startswith(str(classifier.predict(query)[0]))
+    axes = plot_support_influence(misled, images, query[0], most=3, figure=Figure())
+    influence = support_influence(misled.task_, torch.from_numpy(misled.transform(query)))[0].numpy()
+    assert misled.predict(query).tolist() == ["green"]
+    assert axes[0, 0].get_title().startswith("green")
+    assert influence.argmin() == 8
     for row, expected, sign in zip(axes[:, 1:], (np.sort(influence)[::-1], np.sort(influence)), (1, -1), strict=True):
         shown = [axis for axis in row if axis.get_visible()]
-        assert len(shown) == min(3, int((np.sign(influence) == sign).sum()))
+        assert 0 < len(shown) == min(3, int((np.sign(influence) == sign).sum()))
         values = [float(re.search(r"[+-]\d+\.\d+$", axis.get_title())[0]) for axis in shown]  # type: ignore[index]
         assert values == pytest.approx(expected[: len(shown)], abs=0.006)
-        assert [axis.get_title().split()[0] for axis in shown] == [colour_of(axis) for axis in shown]
-    with pytest.raises(ValueError, match="fitted to 8 images, but 7"):
-        plot_support_influence(classifier, drawn(SUPPORT_LABELS, 1)[1:], query[0], figure=Figure())
+        order = np.argsort(-sign * influence, kind="stable")[: len(shown)]
+        assert [axis.get_title().split()[0] for axis in shown] == [called[i] for i in order]
+        assert [colour_of(axis) for axis in shown] == [[*SUPPORT_LABELS, "green"][i] for i in order]
+    with pytest.raises(ValueError, match="fitted to 9 images, but 8"):
+        plot_support_influence(misled, images[1:], query[0], figure=Figure())
 
 
 # -------------------------------------------------------------------- features

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.calibration import calibrate, fit_temperature
+from fewshot_mahalanobis.calibration import answers, calibrate, fit_temperature
 from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.heads import HEADS, MahalanobisHead
+from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
 from fewshot_mahalanobis.rejection import labels_to_give, nearest_or_none, outlier_score, rejection_threshold
 from tests import reference
 from tests.test_covariance import make_task
@@ -269,6 +271,46 @@ def test_a_refused_setting_leaves_the_fitted_state(parameters: dict[str, Any], m
             classifier.partial_fit(X[4:], names[4:])
         assert np.array_equal(classifier.decision_function(X), before)
         assert classifier.class_counts_.sum() == 4
+
+
+def test_settings_that_do_not_fit_are_refused_before_the_network_runs() -> None:
+    model, label_of_a_class = tiny_model(), LABELS[0]
+    settings: list[dict[str, Any]] = [
+        {"unknown_label": label_of_a_class},
+        {"unknown_label": -1},
+        {"false_rejection_rate": 2.0},
+        {"temperature": "hot"},
+    ]
+    for setting in settings:
+        classifier = SimpleCNAPSClassifier(model, device="cpu", **setting)
+        with (
+            patch.object(SimpleCNAPS, "adapt", side_effect=AssertionError("the network ran")),
+            pytest.raises(ValueError, match=next(iter(setting))),
+        ):
+            classifier.fit(pictures(8, 1), LABELS)
+    fitted = SimpleCNAPSClassifier(model, device="cpu", unknown_label="none", false_rejection_rate=0.4)
+    fitted.fit(pictures(8, 1), LABELS)
+    with (
+        patch.object(AdaptedTask, "features", side_effect=AssertionError("the network ran")),
+        pytest.raises(ValueError, match="is the label of a class"),
+    ):
+        fitted.partial_fit(pictures(1, 2), ["none"])
+
+
+def test_one_pass_through_the_network_gives_all_answers() -> None:
+    classifier = SimpleCNAPSClassifier(
+        tiny_model(), device="cpu", temperature="auto", unknown_label="none", false_rejection_rate=0.4
+    ).fit(pictures(8, 1), LABELS)
+    images = pictures(20, 3)
+    seen = classifier.task_._extractor.batches  # type: ignore[union-attr,operator]
+    before = sum(seen)
+    said = answers(classifier, images)
+    assert sum(seen) - before == len(images)
+    assert said.labels.tolist() == classifier.predict(images).tolist()
+    np.testing.assert_allclose(said.probabilities, classifier.predict_proba(images), rtol=1e-6)
+    assert said.unknown.tolist() == (classifier.outlier_score(images) > classifier.threshold_).tolist()
+    assert 0 < said.unknown.sum() < len(images)
+    np.testing.assert_array_equal(said.features, classifier.transform(images))
 
 
 def test_classes_of_one_example_each_leave_no_threshold_to_find() -> None:

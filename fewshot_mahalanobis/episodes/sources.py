@@ -90,6 +90,11 @@ def load_source(
     lazy : bool
         Decode images when they are asked for, not now.
 
+    Returns
+    -------
+    ImageSource
+        Classes and their images in the natural order of their names, 2 before 10.
+
     Raises
     ------
     FileNotFoundError

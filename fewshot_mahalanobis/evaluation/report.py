@@ -131,8 +131,12 @@ def evaluate(
         Of the fixed protocol.
     queries : int
         Query images a class; at most so many in the variable protocol.
-    episodes, seed, dtype, progress
+    episodes, seed : int
         As for :func:`evaluate_source`.
+    dtype : torch.dtype
+        Likewise.
+    progress : bool
+        Likewise.
 
     Returns
     -------
