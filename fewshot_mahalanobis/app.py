@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fewshot_mahalanobis.calibration import answers
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
 from fewshot_mahalanobis.images import ImageError, read_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 

@@ -11,21 +11,17 @@ every network has.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from fewshot_mahalanobis.covariance import RegularizedCovariance, check_support
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.leave_one_out import leave_one_out_distance
-from fewshot_mahalanobis.rejection import nearest_or_none, outlier_score, rejection_threshold
-
-if TYPE_CHECKING:
-    from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.rejection import outlier_score, rejection_threshold
 
 #: Candidates for beta, in units of the features' mean variance, strongest first: 10^2 to 10^-2.5.
 BETA_GRID = tuple(10.0 ** (half / 2) for half in range(4, -6, -1))
@@ -97,40 +93,6 @@ def calibrate(
     return Calibration(
         fit_temperature(logits[paired], on_cpu[paired]) if isinstance(temperature, str) else float(temperature),
         rejection_threshold(outlier_score(logits[paired]), false_rejection_rate) if reject else None,
-    )
-
-
-class Answers(NamedTuple):
-    """What a classifier says of m images."""
-
-    labels: NDArray[Any]  # (m,), as ``predict`` gives them
-    probabilities: NDArray[np.float64]  # (m, k), as ``predict_proba``
-    unknown: NDArray[np.bool_]  # (m,), whether the image is of no class
-    features: NDArray[np.float32]  # (m, d), as ``transform``
-
-
-def answers(classifier: SimpleCNAPSClassifier, images: Any) -> Answers:
-    """All that a fitted classifier says of images, in one pass through its network.
-
-    Parameters
-    ----------
-    classifier : SimpleCNAPSClassifier
-    images : collection of m images
-
-    Raises
-    ------
-    sklearn.exceptions.NotFittedError
-    ValueError
-        An image cannot be used; the message names it.
-    """
-    features = np.asarray(classifier.transform(images))
-    logits = classifier.task_.head_logits(torch.from_numpy(features))
-    chosen = nearest_or_none(logits, classifier.threshold_)
-    return Answers(
-        classifier._answers[chosen],
-        torch.softmax(logits.double() / classifier.temperature_, dim=1).cpu().numpy(),
-        chosen == len(classifier.classes_),
-        features,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -743,6 +743,40 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         calibration = _calibration_from_json(header["calibration"], classifier)
         classifier._set_state(task, classes, calibration, device_=target, model_=model)
         return classifier
+
+
+class Answers(NamedTuple):
+    """What a classifier says of m images."""
+
+    labels: NDArray[Any]  # (m,), as ``predict`` gives them
+    probabilities: NDArray[np.float64]  # (m, k), as ``predict_proba``
+    unknown: NDArray[np.bool_]  # (m,), whether the image is of no class
+    features: NDArray[np.float32]  # (m, d), as ``transform``
+
+
+def answers(classifier: SimpleCNAPSClassifier, images: Any) -> Answers:
+    """All that a fitted classifier says of images, in one pass through its network.
+
+    Parameters
+    ----------
+    classifier : SimpleCNAPSClassifier
+    images : collection of m images
+
+    Raises
+    ------
+    sklearn.exceptions.NotFittedError
+    ValueError
+        An image cannot be used; the message names it.
+    """
+    features = np.asarray(classifier.transform(images))
+    logits = classifier.task_.head_logits(torch.from_numpy(features))
+    chosen = nearest_or_none(logits, classifier.threshold_)
+    return Answers(
+        classifier._answers[chosen],
+        torch.softmax(logits.double() / classifier.temperature_, dim=1).cpu().numpy(),
+        chosen == len(classifier.classes_),
+        features,
+    )
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -188,8 +188,7 @@ def predict(
 
         fewshot-mahalanobis predict flowers.safetensors 1.jpg 2.jpg --json --top-k 3
     """
-    from fewshot_mahalanobis.calibration import answers
-    from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+    from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
     from fewshot_mahalanobis.episodes.sources import images_below
 
     read: list[Path] = []

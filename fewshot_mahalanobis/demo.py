@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fewshot_mahalanobis.calibration import answers
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.episodes.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source

@@ -21,8 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-from fewshot_mahalanobis.calibration import answers
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
 from fewshot_mahalanobis.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches

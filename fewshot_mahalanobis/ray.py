@@ -28,7 +28,7 @@ import torch
 import typer
 from numpy.typing import NDArray
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
 from fewshot_mahalanobis.episodes.sources import images_below, is_image
 from fewshot_mahalanobis.images import read_square_array
 
@@ -276,12 +276,8 @@ class _Worker:
         """Label of each image, and probability of its most probable class."""
         if not images:
             return []
-        probabilities = self.classifier.predict_proba(images)
-        if self.classifier.threshold_ is None:  # spares a pass through the network
-            labels = self.classifier.classes_[probabilities.argmax(axis=1)]
-        else:
-            labels = self.classifier.predict(images)
-        return list(zip(labels.tolist(), probabilities.max(axis=1).tolist(), strict=True))
+        said = answers(self.classifier, images)
+        return list(zip(said.labels.tolist(), said.probabilities.max(axis=1).tolist(), strict=True))
 
 
 def _require_ray() -> None:

@@ -362,6 +362,7 @@ def test_features_that_lose_beta_are_refused(dense: bool, search: Search) -> Non
     betas = st.floats(-3, 3).map(lambda exponent: RegularizedCovariance(10.0**exponent))
     classes, width = ((2, 5), (1, 3)) if dense else ((1, 5), (1, 10))
     task = tasks(classes=classes, shots=(2, 6), width=width, scale=(1e-3, 1e3), dtypes=[torch.float64])
+    holds(RegularizedCovariance(), task_of([[2.19e-151], [0.0]], [0, 0], [[0.0]]))
     search(holds, covariance=betas, task=task)
 
 

@@ -21,8 +21,9 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.calibration import answers, calibrate, fit_temperature
+from fewshot_mahalanobis.calibration import calibrate, fit_temperature
 from fewshot_mahalanobis.checkpoints import save_checkpoint
+from fewshot_mahalanobis.classifier import answers
 from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.heads import HEADS, MahalanobisHead
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
