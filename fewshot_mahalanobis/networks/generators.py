@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.networks.film import BlockFilm, LayerFilm
 from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
-from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES
+from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set
 
 
 class ResidualDense(nn.Linear):
@@ -84,9 +84,7 @@ class AutoregressiveLayerGenerator(_BlockProcessors):
 
     def forward(self, z: Tensor, activations: Tensor) -> LayerFilm:
         """Z (64,) and mean-pooled support activations (n, C_in) -> FiLM parameters of the layer's blocks."""
-        # Summed in float64, so that the order of the set is not in the last bit of a bfloat16 mean.
-        shared = self.shared(activations)
-        h = self.shared_post(shared.double().mean(dim=0).to(shared.dtype))
+        h = self.shared_post(mean_over_set(self.shared(activations)))
         return self.film(torch.cat([h, z]))
 
 

@@ -92,12 +92,18 @@ class SetEncoder(nn.Module):
             mean, variance = _of_all(parts, torch.promote_types(y.dtype, torch.float32))
             normalise = partial(_batch_norm_relu, norm, mean, variance)
         of_images = torch.cat([normalise(chunk).float().mean(dim=(2, 3)) for chunk in maps])
-        return of_images.double().mean(dim=0).float()
+        return mean_over_set(of_images)
+
+
+def mean_over_set(x: Tensor) -> Tensor:
+    """Mean over the images of ``x`` (n, c) whose last bit does not tell their order: (c,), in the dtype of ``x``."""
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64
+    return x.to(wide).mean(dim=0).to(x.dtype)
 
 
 def _statistics(y: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     """Count, mean (c,) and unbiased variance (c,) of each of the maps (b, c, h, w): of all images, or of one each."""
-    if y.dtype == torch.bfloat16:
+    if y.dtype == torch.bfloat16 and y.device.type != "mps":  # which has no float64
         return [_exact_statistics(image) for image in y]  # one at a time stays in the cache as float64
     dtype = torch.promote_types(y.dtype, torch.float32)
     mean, variance = (torch.zeros(y.shape[1], dtype=dtype, device=y.device) for _ in range(2))
