@@ -308,7 +308,9 @@ def meta_train(
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; an unfinished run there goes on.")],
     sources: Sources = None,
     config: Config = None,
-    backbone: Annotated[str | None, typer.Option(help="backbone.safetensors, written by `pretrain`.")] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="backbone.safetensors, written by `pretrain`, or a checkpoint: its backbone.")
+    ] = None,
     validation: Annotated[
         list[str] | None,
         typer.Option(help="Source of other classes to choose the best checkpoint on; may be repeated."),

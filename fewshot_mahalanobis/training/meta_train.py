@@ -106,9 +106,21 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
         if {**before.config, "scale": model.config["scale"]} != model.config:  # s is no weight
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
         model.load_state_dict(before.state_dict())
-    model.feature_extractor.load_state_dict(load_file(recipe.backbone))
+    model.feature_extractor.load_state_dict(_backbone_weights(recipe.backbone))
     scale_features_(model, recipe.feature_scale)
     return model
+
+
+def _backbone_weights(backbone: str) -> dict[str, Tensor]:
+    """Those of a file that ``pretrain`` wrote, or of a checkpoint whose network is the same ResNet18."""
+    from fewshot_mahalanobis.checkpoints import load_checkpoint
+
+    if backbone.endswith(".safetensors"):
+        return load_file(backbone)
+    network = load_checkpoint(backbone).feature_extractor
+    if not isinstance(network, FilmResNet18):
+        raise ValueError(f"the backbone of the checkpoint {backbone!r} is no FilmResNet18 but {type(network).__name__}")
+    return network.state_dict()
 
 
 def meta_train(

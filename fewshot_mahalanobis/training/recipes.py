@@ -87,7 +87,8 @@ class MetaTrainRecipe:
         Where tasks come from, equally often: one that is named twice gives twice as many. As
         :func:`~fewshot_mahalanobis.episodes.datasets.open_source` takes them, or "glyphs", which is drawn here.
     backbone : str
-        ``backbone.safetensors``, which ``pretrain`` wrote.
+        ``backbone.safetensors``, which ``pretrain`` wrote, or a checkpoint (name, folder or Hub repository) whose
+        backbone is taken as it is.
     validation : tuple of str
         Sources on which the best checkpoint is chosen.
     model : mapping

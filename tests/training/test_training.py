@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fewshot_mahalanobis import load_checkpoint
+from fewshot_mahalanobis import checkpoints, load_checkpoint
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, episode_rng
 from fewshot_mahalanobis.episodes.sources import load_source
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
@@ -189,6 +189,27 @@ def test_meta_training_starts_from_the_adaptation_networks_it_is_given(folder, b
     other = meta_recipe(folder, backbone, init=recipe.init, model={"image_size": 32, "adaptation": "auto-regressive"})
     with pytest.raises(ValueError, match="of another model"):
         meta_train(other, tmp_path / "third", device="cpu", progress=False)
+
+
+def test_the_backbone_may_be_that_of_a_checkpoint(folder, backbone, tmp_path):
+    first = meta_train(meta_recipe(folder, backbone, tasks=2), tmp_path / "first", device="cpu", progress=False)
+    recipe = replace(meta_recipe(folder, backbone), backbone=str(tmp_path / "first" / "checkpoint"))
+    start = meta_training.starting_model(recipe)
+    saved = load_checkpoint(recipe.backbone).feature_extractor.state_dict()
+    for name, value in start.feature_extractor.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    (scale, *_), (trained, *_) = (
+        [p for name, p in model.film_generator.named_parameters() if ".scales." in name] for model in (start, first)
+    )
+    assert not torch.equal(scale, trained)  # the adaptation networks are not taken over
+
+
+def test_a_checkpoint_on_another_network_gives_no_backbone(folder, backbone, monkeypatch):
+    other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 4))
+    other = SimpleCNAPS.from_backbone(other, image_size=32, mean=(0.5,) * 3, std=(0.5,) * 3)
+    monkeypatch.setattr(checkpoints, "load_checkpoint", lambda name: other)
+    with pytest.raises(ValueError, match="'other' is no FilmResNet18"):
+        meta_training.starting_model(replace(meta_recipe(folder, backbone), backbone="other"))
 
 
 def test_a_model_without_adaptation_cannot_be_meta_trained(folder, backbone, tmp_path):
