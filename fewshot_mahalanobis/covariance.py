@@ -33,18 +33,28 @@ is larger than 2 n d numbers but the chunks of queries.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-#: Most numbers in one temporary of a chunk of queries (32 MB in float64).
-_CHUNK_NUMBERS = 2**22
+#: Most numbers in one temporary of a chunk of queries (16 MB in float64).
+_CHUNK_NUMBERS = 2**21
 #: Strips in which Sigma is computed.
 _STRIPS = 4
-#: A difference that keeps less than this many roundings of its terms counts as cancelled (1e-4 of them in float64).
-_CANCELLED = 2.0**39
+#: A difference that keeps less than this share of its terms counts as cancelled.
+_CANCELLED = {torch.float64: 2.0**-13, torch.float32: 2.0**-3}
+#: A distance of less than this share of the squared lengths of query and mean is lost when they are rounded to float32.
+_ROUNDED = 2.0**-8
+#: Squared lengths of whitened queries whose sums neither vanish nor overflow on the way.
+_SQUARES = {torch.float64: (0.0, torch.finfo(torch.float64).max), torch.float32: (2.0**-80, 2.0**120)}
+#: Float32 is enough for support features at most so many sqrt(beta) away from the task mean: then the condition of Q_k
+#: is 2^10 at most, as tr Sigma and tr Sigma_k are at most twice the largest squared distance.
+_FLOAT32_LENGTH = 2.0**4.5
+#: And where each pivot of a Cholesky factorisation is at least this share of its diagonal entry: no more has cancelled.
+_FLOAT32_PIVOT = 2.0**-4
 #: A Cholesky pivot of fewer roundings than this is noise.
 _LOST = 2.0**10
 
@@ -185,8 +195,9 @@ class RegularizedCovariance(nn.Module):
         Parameters
         ----------
         features : Tensor of shape (n, d)
-            Any floating-point dtype, finite. All arithmetic is in float64 (float32 on devices without it) and
-            outside autocast; results come back in the features' dtype, float32 at least.
+            Any floating-point dtype, finite. Arithmetic is in float64 (float32 on devices without it), or, for features
+            of another dtype, in float32 where that gives distances to 1e-5; always outside autocast. Results come back
+            in the features' dtype, float32 at least.
         labels : int64 Tensor of shape (n,)
             0..k-1, every class with at least one example.
 
@@ -243,26 +254,14 @@ class ClassGaussians:
         self.beta = float(settings.beta)
         # Distances do not change when everything moves by the task mean, and products of centred features are exact
         # where those of uncentred ones cancel.
-        x = features.to(_working_dtype(features))
-        self._centre = x.mean(dim=0)
-        x = x - self._centre
-        n, d = x.shape
-        self._task = _TaskScatter(x if settings.task_covariance else x[:0], 1.0 / max(n - 1, 1))
-        task_covariance = self._task.covariance() if 2 * n >= d else None
-
-        by_class = labels.argsort(stable=True)
-        starts = counts.cumsum(0) - counts
-        self._groups: list[_ClassGroup] = []
-        self._metrics: list[_Metric] = []
-        for shots in counts.unique().tolist():
-            classes = (counts == shots).nonzero()[:, 0]
-            members = x[by_class[starts[classes, None] + torch.arange(shots, device=x.device)]]
-            group = _class_group(members, classes, self._centre, settings)
-            self._groups.append(group)
-            self._metrics.append(_metric(group, self._task, task_covariance, self.beta))
-        # Column j of the groups' concatenated results belongs to class order[j]; this puts class 0 first.
-        self._columns = torch.cat([group.classes for group in self._groups]).argsort()
-        means = torch.cat([group.means for group in self._groups])[self._columns]
+        self._centre = features.mean(dim=0, dtype=_working_dtype(features))
+        self._single = _single_precision(features, labels, counts, self._centre, settings)
+        if self._single is None:
+            self._full = _Factors(features - self._centre, labels, counts, self._centre, settings)
+            means = self._full.means()
+        else:
+            self._support = features.clone(), labels.clone(), settings  # for _full
+            means = self._single.means() * math.sqrt(self.beta)
         self.means = (means + self._centre).to(self._dtype)
 
     def squared_distance(self, queries: Tensor) -> Tensor:
@@ -276,8 +275,8 @@ class ClassGaussians:
         Returns
         -------
         Tensor of shape (m, k)
-            Never negative, in the dtype of the queries, float32 at least. Temporaries are bounded: queries are
-            served in chunks, and a query's distances do not depend on the others'.
+            Never negative, in the dtype of the queries, float32 at least, and to 1e-5 in that. Temporaries are bounded:
+            queries are served in chunks, and a query's distances do not depend on the others' but for rounding.
 
         Raises
         ------
@@ -286,12 +285,19 @@ class ClassGaussians:
         """
         check_features(queries, "query features", width=self.means.shape[1])
         with full_precision(queries):
-            numbers = max(metric.numbers_per_query() for metric in self._metrics)
-            chunks = []
+            single = None if queries.dtype == torch.float64 or queries.requires_grad else self._single
+            numbers = (single or self._full).numbers_per_query()
+            distances = []
             for chunk in queries.split(max(1, _CHUNK_NUMBERS // numbers)):
-                x = chunk.to(self._centre.dtype) - self._centre
-                chunks.append(torch.cat([metric.squared_distance(x) for metric in self._metrics], dim=1))
-            return torch.cat(chunks)[:, self._columns].to(result_dtype(queries))
+                if single is None:
+                    distance = self._full.squared_distance(chunk - self._centre)
+                else:
+                    distance, cancelled = single.by_products(_in_float32(chunk, self._centre, self.beta))
+                    if len(rows := cancelled.nonzero()[:, 0]):
+                        exact = self._full.squared_distance(chunk[rows] - self._centre)
+                        distance.index_copy_(0, rows, exact.to(distance.dtype))
+                distances.append(distance.to(result_dtype(queries)))
+            return torch.cat(distances)
 
     def covariance(self) -> Tensor:
         """Q_k of every class, dense, shape (k, d, d)."""
@@ -304,10 +310,108 @@ class ClassGaussians:
 
     def _dense(self) -> Tensor:
         with full_precision(self.means):
-            task_covariance = self._task.covariance()
-            stacks = [_regularised_covariance(group, task_covariance, self.beta) for group in self._groups]
-            dense = torch.cat(stacks)[self._columns]
-            return (dense + dense.mT) / 2  # a product A^T A is symmetric but for its last bits
+            return self._full.covariance()
+
+    @functools.cached_property
+    def _full(self) -> _Factors:
+        """The factors in the working precision; where there are some in float32, made when first asked for."""
+        features, labels, settings = self._support
+        return _Factors(features - self._centre, labels, self.counts, self._centre, settings)
+
+
+def _in_float32(features: Tensor, centre: Tensor, beta: float) -> Tensor:
+    """Centred features in units of sqrt(beta), to float32's precision of the difference, by float32 numbers alone."""
+    high = centre.float()
+    low = (centre - high).float()
+    return (features.detach().float() - high).sub_(low).mul_(1.0 / math.sqrt(beta))
+
+
+def _single_precision(
+    features: Tensor, labels: Tensor, counts: Tensor, centre: Tensor, settings: RegularizedCovariance
+) -> _Factors | None:
+    """Factors in float32, in units of sqrt(beta), where those give the distances of float32 queries to 1e-5.
+
+    Rounding moves a distance by a few 2^-24 of the condition of Q_k, which is small where beta suits the features. Not
+    for gradients, which a difference quotient checks to more digits, and not for the published covariance of
+    one example, which is as large as what the task mean takes away.
+    """
+    if features.requires_grad or centre.dtype == torch.float32 or features.dtype == torch.float64:
+        return None
+    if settings.one_shot_covariance == "published" and counts.min() == 1:
+        return None
+    beta = float(settings.beta)
+    if not 2.0**-60 < beta < 2.0**60:  # so that lengths of about sqrt(beta) are ordinary numbers
+        return None
+    x = _in_float32(features, centre, beta)
+    if not torch.linalg.vector_norm(x, dim=1).max() <= _FLOAT32_LENGTH:
+        return None
+    try:
+        factors = _Factors(x, labels, counts, centre, RegularizedCovariance(1.0, settings.task_covariance))
+    except ValueError:  # of pivots that are lost in float32; whether they are in float64 is another question
+        return None
+    return factors if factors.least_pivot() >= _FLOAT32_PIVOT else None
+
+
+class _Factors:
+    """Thin factors of every Q_k in one precision, that of the centred features ``x``."""
+
+    def __init__(
+        self, x: Tensor, labels: Tensor, counts: Tensor, centre: Tensor, settings: RegularizedCovariance
+    ) -> None:
+        n, d = x.shape
+        self._beta = float(settings.beta)
+        self._task = _TaskScatter(x if settings.task_covariance else x[:0], 1.0 / max(n - 1, 1))
+        task_covariance = self._task.covariance() if 2 * n >= d else None
+
+        by_class = labels.argsort(stable=True)
+        starts = counts.cumsum(0) - counts
+        self._groups: list[_ClassGroup] = []
+        self._metrics: list[_Metric] = []
+        for shots in counts.unique().tolist():
+            classes = (counts == shots).nonzero()[:, 0]
+            members = x[by_class[starts[classes, None] + torch.arange(shots, device=x.device)]]
+            group = _class_group(members, classes, centre, settings)
+            self._groups.append(group)
+            self._metrics.append(_metric(group, self._task, task_covariance, self._beta))
+        # Column j of the groups' concatenated results belongs to class order[j]; this puts class 0 first.
+        self._columns = torch.cat([group.classes for group in self._groups]).argsort()
+
+    def means(self) -> Tensor:
+        """Means less the task mean, (k, d)."""
+        return torch.cat([group.means for group in self._groups])[self._columns]
+
+    def numbers_per_query(self) -> int:
+        return max(metric.numbers_per_query() for metric in self._metrics)
+
+    def squared_distance(self, x: Tensor) -> Tensor:
+        """Distances (m, k) of centred queries (m, d)."""
+        return self._in_order([metric.squared_distance(x) for metric in self._metrics])
+
+    def least_pivot(self) -> float:
+        """Smallest share of its diagonal entry that a pivot has kept, over all Cholesky factorisations."""
+        factors = [factor for metric in self._metrics for factor in metric.factors() if factor.numel()]
+        shares = [f.diagonal(dim1=-2, dim2=-1).square() / f.square().sum(dim=-1) for f in factors]
+        return min((float(share.min()) for share in shares), default=1.0)
+
+    def by_products(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The distances by matrix products alone, and the queries (m,) of which one distance has cancelled."""
+        distances, cancelled = zip(*(metric.by_products(x) for metric in self._metrics), strict=True)
+        distance = self._in_order(list(distances))
+        # Rounding x and mu_k has moved them by a share of their lengths, not of those of T x and T mu_k.
+        lengths = x.square().sum(dim=1) + max(group.means.square().sum(dim=1).max() for group in self._groups)
+        rounded = ~(distance.amin(dim=1) >= _ROUNDED * lengths)
+        return distance, torch.stack([*cancelled, rounded]).any(dim=0)
+
+    def covariance(self) -> Tensor:
+        """Q_k of every class, dense (k, d, d)."""
+        task_covariance = self._task.covariance()
+        stacks = [_regularised_covariance(group, task_covariance, self._beta) for group in self._groups]
+        dense = torch.cat(stacks)[self._columns]
+        return (dense + dense.mT) / 2  # a product A^T A is symmetric but for its last bits
+
+    def _in_order(self, distances: list[Tensor]) -> Tensor:
+        """Columns by class; those of a single group are already."""
+        return distances[0] if len(distances) == 1 else torch.cat(distances, dim=1)[:, self._columns]
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,13 +423,15 @@ class _TaskScatter:
 
     def covariance(self) -> Tensor:
         """Sigma (d, d). A symmetric matrix is half a matrix: its lower strips take 5/8 of the products."""
-        strips, start = [], 0
+        d = self.rows.shape[1]
+        sigma, start = self.rows.new_empty(d, d), 0
         for strip in self.rows.chunk(_STRIPS, dim=1):
             stop = start + strip.shape[1]
-            strips.append(nn.functional.pad(strip.T @ self.rows[:, :stop], (0, self.rows.shape[1] - stop)))
+            lower = self.scale * (strip.T @ self.rows[:, :stop])
+            sigma[start:stop, :stop] = lower
+            sigma[:start, start:stop] = lower[:, :start].T
             start = stop
-        lower = self.scale * torch.cat(strips).tril()
-        return lower + lower.tril(-1).T
+        return sigma
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,7 +496,9 @@ class _Ridge:
 def _ridge(factor: Tensor) -> _Ridge:
     identity = torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)
     cholesky = _cholesky(identity + factor @ factor.mT)
-    return _Ridge(torch.linalg.solve_triangular(cholesky, factor, upper=False), cholesky)
+    # L G = F, solved as G^T L^T = F^T: transposed, what that returns has its rows in one piece.
+    reduction = torch.linalg.solve_triangular(cholesky.mT, factor.mT, upper=True, left=False).mT
+    return _Ridge(reduction, cholesky)
 
 
 @dataclass(frozen=True, eq=False)
@@ -398,6 +506,9 @@ class _CholeskyWhitening:
     """T = L^-1 for S = L L^T, d x d."""
 
     cholesky: Tensor
+
+    def factors(self) -> list[Tensor]:
+        return [self.cholesky]
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.cholesky.mT, x, upper=True, left=False)
@@ -410,6 +521,9 @@ class _RidgeWhitening:
     ridge: _Ridge
     beta: float
 
+    def factors(self) -> list[Tensor]:
+        return [self.ridge.cholesky]
+
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat(self.ridge.parts(x), dim=-1) / math.sqrt(self.beta)
 
@@ -419,6 +533,9 @@ class _ScalarWhitening:
     """T for S = beta I."""
 
     beta: float
+
+    def factors(self) -> list[Tensor]:
+        return []
 
     def __call__(self, x: Tensor) -> Tensor:
         return x / math.sqrt(self.beta)
@@ -432,8 +549,9 @@ def _whitening(task: _TaskScatter, task_covariance: Tensor | None, weight: float
     if len(task.rows) == 0:
         return _ScalarWhitening(beta)
     if task_covariance is not None:
-        identity = torch.eye(len(task_covariance), dtype=task_covariance.dtype, device=task_covariance.device)
-        return _CholeskyWhitening(_cholesky(weight * task_covariance + beta * identity))
+        shared = weight * task_covariance
+        shared.diagonal().add_(beta)
+        return _CholeskyWhitening(_cholesky(shared))
     return _RidgeWhitening(_ridge(math.sqrt(weight * task.scale / beta) * task.rows), beta)
 
 
@@ -447,8 +565,15 @@ class _CholeskyMetric:
     def numbers_per_query(self) -> int:
         return self.means.numel()
 
+    def factors(self) -> list[Tensor]:
+        return [self.cholesky]
+
     def squared_distance(self, x: Tensor) -> Tensor:
         return self.coordinates(x - self.means[:, None]).square().sum(dim=2).T
+
+    def by_products(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Distances (m, k'), of which none cancels."""
+        return self.squared_distance(x), torch.zeros(len(x), dtype=torch.bool, device=x.device)
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Vectors (k', m, d), or (1, m, d) for all classes, where Q_k is the identity: (k', m, d)."""
@@ -473,24 +598,33 @@ class _LowRankMetric:
     whitening: _Whitening
     means: Tensor  # w_k (k', p)
     ridge: _Ridge  # with F_k = T-transformed roots (k', r, p)
+    means_along: Tensor  # G_k w_k (k', r)
 
     def numbers_per_query(self) -> int:
         classes, rows, width = self.ridge.reduction.shape
         return width + classes * (rows + 1)
 
+    def factors(self) -> list[Tensor]:
+        return [self.ridge.cholesky, *self.whitening.factors()]
+
     def squared_distance(self, x: Tensor) -> Tensor:
+        distance, cancelled = self.by_products(x)
+        if len(rows := cancelled.nonzero()[:, 0]):
+            distance = distance.index_copy(0, rows, self._sum_of_squares(x[rows]))
+        return distance
+
+    def by_products(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Distances (m, k'), and for which queries (m,) one of them has cancelled."""
         w = self.whitening(x)
-        norms = w.square().sum(dim=1)[:, None] + self.means.square().sum(dim=1)
+        of_queries = w.square().sum(dim=1)
+        norms = of_queries[:, None] + self.means.square().sum(dim=1)
         distance = torch.addmm(norms, w, self.means.T, alpha=-2.0)  # ||w - w_k||^2 (m, k')
-        reduction = self.ridge.reduction
-        of_means = reduction @ self.means[:, :, None]  # G_k w_k (k', r, 1)
-        along = torch.addmm(-of_means.flatten(), w, reduction.flatten(0, 1).T)  # G_k (w - w_k): (m, k' r)
-        reduced = distance - along.unflatten(1, reduction.shape[:2]).square().sum(dim=2)
-        least = _CANCELLED * torch.finfo(w.dtype).eps
-        cancelled = ((distance < least * norms) | (reduced < least * distance)).any(dim=1).nonzero()[:, 0]
-        if len(cancelled):
-            reduced = reduced.index_copy(0, cancelled, self._sum_of_squares(w[cancelled]))
-        return reduced
+        reduction = self.ridge.reduction.flatten(0, 1)
+        along = torch.addmm(-self.means_along.flatten(), w, reduction.T)  # G_k (w - w_k): (m, k' r)
+        distance = distance - along.unflatten(1, self.means_along.shape).square().sum(dim=2)
+        kept = (distance >= _CANCELLED[w.dtype] * norms).all(dim=1)
+        low, high = _SQUARES[w.dtype]
+        return distance, ~(kept & (of_queries >= low) & (of_queries <= high))
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Vectors (k', m, d), or (1, m, d) for all classes, where Q_k is the identity: (k', m, p + r)."""
@@ -500,10 +634,10 @@ class _LowRankMetric:
         """The means there, (k', 1, p + r)."""
         return torch.cat(self.ridge.parts(self.means[:, None]), dim=-1)
 
-    def _sum_of_squares(self, w: Tensor) -> Tensor:
+    def _sum_of_squares(self, x: Tensor) -> Tensor:
         """Take the same distances from the (m, k', p) residuals, a few queries at a time."""
         distances = []
-        for chunk in w.split(max(1, _CHUNK_NUMBERS // self.means.numel())):
+        for chunk in self.whitening(x).split(max(1, _CHUNK_NUMBERS // self.means.numel())):
             residual, b = self.ridge.parts(chunk - self.means[:, None])
             distances.append((residual.square().sum(dim=2) + b.square().sum(dim=2)).T)
         return torch.cat(distances)
@@ -518,8 +652,9 @@ def _metric(group: _ClassGroup, task: _TaskScatter, task_covariance: Tensor | No
     if task_covariance is not None and rows + 1 >= d:
         return _CholeskyMetric(group.means, _cholesky(_regularised_covariance(group, task_covariance, beta)))
     whitening = _whitening(task, task_covariance, group.task_weight, beta)
-    factor = whitening(group.roots.flatten(0, 1)).unflatten(0, group.roots.shape[:2])
-    return _LowRankMetric(whitening, whitening(group.means), _ridge(factor))
+    of_roots, means = whitening(torch.cat([group.roots.flatten(0, 1), group.means])).tensor_split([-len(group.means)])
+    ridge = _ridge(of_roots.unflatten(0, group.roots.shape[:2]))
+    return _LowRankMetric(whitening, means, ridge, (ridge.reduction @ means[:, :, None])[:, :, 0])
 
 
 def _working_dtype(features: Tensor) -> torch.dtype:

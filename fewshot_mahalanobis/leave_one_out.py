@@ -126,9 +126,8 @@ def _inner_products(metric: _Metric, x: Tensor) -> tuple[Tensor, Tensor]:
     # As the metric itself: B_j^-1 = T^T (I - G_j^T G_j) T, by two products of matrices.
     w, reduction = metric.whitening(x), metric.ridge.reduction
     along = (w @ reduction.flatten(0, 1).T).unflatten(1, reduction.shape[:2])  # G_j T x_i: (m, k', r)
-    of_means = (reduction @ metric.means[:, :, None])[:, :, 0]
     size = w.square().sum(dim=1)[:, None] - along.square().sum(dim=2)
-    return size, size - (w @ metric.means.T - (along * of_means).sum(dim=2))
+    return size, size - (w @ metric.means.T - (along * metric.means_along).sum(dim=2))
 
 
 def _of_own_class(metric: _Metric, members: Tensor, task_removed: float, own_removed: float) -> Tensor:

@@ -145,6 +145,96 @@ def test_a_random_search_finds_no_distance_that_differs_from_the_dense_reference
     assert torch.cat(kept).double().mean() > 0.8  # most distances are held to 1e-5
 
 
+def hard_task(seed: int) -> tuple[RegularizedCovariance, Tensor, Tensor, Tensor]:
+    """A task that is hard for float32, with features just as far from the task mean as that is used for.
+
+    Few directions hold nearly all of the variance, along the axes or not; classes are up to a thousand times as tight
+    as the task; queries lie in a class, far off, or next to a support example; the origin is up to 100 lengths away.
+    """
+    rng = np.random.default_rng(seed)
+    d = int(rng.choice([2, 3, 8, 32, 128, 512]))
+    ways = int(rng.integers(1, 12))
+    shots = rng.integers(1, int(rng.choice([12, 40])) if d < 32 else 12, ways)
+    if rng.random() < 0.5:
+        shots[:] = shots[0]
+    labels = np.repeat(np.arange(ways), shots)
+    if rng.random() < 0.5:
+        spread = 10 ** (rng.uniform(-4, 0) * np.arange(d) / d)
+    else:
+        spread = np.where(np.arange(d) < rng.integers(1, 4), 1.0, 10 ** rng.uniform(-4, 0))
+    of_class = np.stack([rng.permutation(spread) if rng.random() < 0.5 else spread for _ in range(ways)])
+    centres = rng.normal(size=(ways, d)) * spread * 10 ** rng.uniform(-2, 1)
+    within = 10 ** rng.uniform(-3, 0)
+    support = centres[labels] + within * rng.normal(size=(len(labels), d)) * of_class[labels]
+    near = support[rng.integers(len(labels), size=5)]
+    queries = [
+        centres[rng.integers(ways, size=10)] + within * rng.normal(size=(10, d)),
+        rng.normal(size=(10, d)) * 10 ** rng.uniform(-4, 4, size=(10, 1)),
+        near * (1 + 10 ** rng.uniform(-7, -1) * rng.normal(size=(5, d))),
+    ]
+    together = np.concatenate([support, *queries])
+    if rng.random() < 0.7:
+        together = together @ np.linalg.qr(rng.normal(size=(d, d)))[0]
+    if rng.random() < 0.5:
+        together = together + rng.normal(size=d) * 10 ** rng.uniform(-2, 2)
+    support = together[: len(labels)]
+    beta = 10 ** rng.uniform(-3, 3)
+    length = np.linalg.norm(support - support.mean(axis=0), axis=1).max()
+    if length > 0:
+        together = together * (math.sqrt(beta) * covariance_module._FLOAT32_LENGTH * rng.uniform(0.3, 1.0) / length)
+    features = torch.from_numpy(together).float()
+    settings = RegularizedCovariance(beta, task_covariance=bool(rng.random() < 0.6))
+    return settings, features[: len(labels)], torch.from_numpy(labels), features[len(labels) :]
+
+
+def test_distances_in_float32_are_those_in_float64_to_1e_5(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_products = covariance_module._Factors.by_products
+    cancelled = []
+
+    def watched(self: covariance_module._Factors, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = by_products(self, x)
+        cancelled.append(found[1])
+        return found
+
+    monkeypatch.setattr(covariance_module._Factors, "by_products", watched)
+    for seed in range(10 * RANDOM_TASKS):
+        settings, features, labels, queries = hard_task(seed)
+        found = settings(features, labels).squared_distance(queries)
+        expected = settings(features.double(), labels).squared_distance(queries.double())
+        error = float(((found - expected).abs() / expected.clamp(min=1e-30)).max())
+        assert error <= 1e-5, f"task {seed} differs by {error:.1e}"
+    assert len(cancelled) >= RANDOM_TASKS  # there are factors in float32, and they serve a good part of the queries
+    assert (~torch.cat(cancelled)).double().mean() > 0.3
+
+
+def test_what_float32_is_not_enough_for_is_computed_in_float64() -> None:
+    features, labels, queries = make_task(18, [5, 3, 4], 20)
+    covariance = RegularizedCovariance()
+    exact = covariance(features.double(), labels).squared_distance(queries.double())
+    for scale, beta in ((100.0, 1e4), (1e3, 1.0), (1e25, 1e50), (1e-25, 1e-50)):
+        found = RegularizedCovariance(beta)(scale * features, labels).squared_distance(scale * queries)
+        wide = RegularizedCovariance(beta)((scale * features).double(), labels)
+        torch.testing.assert_close(
+            found, wide.squared_distance((scale * queries).double()).float(), rtol=1e-5, atol=0.0
+        )
+    gaussians = covariance(features, labels)
+    torch.testing.assert_close(gaussians.squared_distance(queries.double()), exact, rtol=1e-12, atol=0.0)
+    precision = covariance(features.double(), labels).precision()
+    torch.testing.assert_close(gaussians.precision(), precision.float(), rtol=0.0, atol=0.0)
+    learned = features.clone().requires_grad_()
+    found = covariance(learned, labels).squared_distance(queries)
+    torch.testing.assert_close(found, exact.float(), rtol=0.0, atol=0.0)
+
+
+def test_a_support_set_that_is_changed_after_the_fit_changes_nothing() -> None:
+    features, labels, queries = make_task(19, [5, 3, 4], 20)
+    gaussians = RegularizedCovariance()(features, labels)
+    queries[0] = gaussians.means[1]  # which float32 is not enough for
+    expected = RegularizedCovariance()(features.clone(), labels).squared_distance(queries)
+    features.zero_()
+    assert torch.equal(gaussians.squared_distance(queries), expected)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_one_example_in_all_is_served(settings: dict[str, object]) -> None:
     assert_equals_reference(*make_task(3, [1], 8), **settings)
@@ -155,7 +245,7 @@ def test_identical_support_examples_leave_the_scaled_euclidean_distance() -> Non
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
     queries = torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, 1.0, 1.0, 1.0]])
     distances = RegularizedCovariance(beta=2.0)(features, labels).squared_distance(queries)
-    assert torch.equal(distances, torch.tensor([[0.0] * 3, [2.0] * 3]))
+    torch.testing.assert_close(distances, torch.tensor([[0.0] * 3, [2.0] * 3]), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("case", sorted(path.name for path in GOLDEN.glob("simple_*.npz")))
@@ -209,7 +299,7 @@ def test_the_order_of_the_support_does_not_matter(settings: dict[str, object]) -
     module = RegularizedCovariance(**settings)  # type: ignore[arg-type]
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     shuffled = module(features[order], labels[order]).squared_distance(queries)
-    torch.testing.assert_close(shuffled, module(features, labels).squared_distance(queries))
+    torch.testing.assert_close(shuffled, module(features, labels).squared_distance(queries), rtol=1e-5, atol=0.0)
 
 
 def test_renaming_the_labels_permutes_the_distances() -> None:

@@ -292,13 +292,16 @@ def test_scaling_features_and_beta_alike_gives_the_same_bits(search: Search) -> 
     search.of_covariance(holds, covariances(), tasks(), exponent=st.integers(-60, 60))
 
 
-def test_distances_of_lower_precision_are_those_in_float64_rounded_once(search: Search) -> None:
-    """The error of float32 arithmetic is half a unit in the last place of the result."""
+def test_distances_of_lower_precision_are_those_in_float64_to_1e_5(search: Search) -> None:
+    """Whether they were computed in float32 or, where that is not enough, in float64 and rounded."""
 
     def holds(covariance: RegularizedCovariance, task: Task) -> None:
         expected = distances_of(covariance, in_float64(task))
         found = distances_of(covariance, task)
-        assert torch.equal(found, expected.to(found.dtype))
+        smallest = torch.finfo(torch.float32).tiny  # the result's; below it there are but absolute steps
+        infinite = expected.to(found.dtype).isinf()
+        assert torch.equal(found.isinf(), infinite)
+        assert ((found.double() - expected).abs() <= 1e-5 * expected + smallest)[~infinite].all()
 
     search.of_covariance(holds, covariances(), tasks())
 
