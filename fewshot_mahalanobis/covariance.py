@@ -285,7 +285,8 @@ class ClassGaussians:
         """
         check_features(queries, "query features", width=self.means.shape[1])
         with full_precision(queries):
-            single = None if queries.dtype == torch.float64 or queries.requires_grad else self._single
+            wide = queries.dtype == torch.float64 or queries.requires_grad or not _products_are_float32()
+            single = None if wide else self._single
             numbers = (single or self._full).numbers_per_query()
             distances = []
             for chunk in queries.split(max(1, _CHUNK_NUMBERS // numbers)):
@@ -332,10 +333,12 @@ def _single_precision(
     """Factors in float32, in units of sqrt(beta), where those give the distances of float32 queries to 1e-5.
 
     Rounding moves a distance by a few 2^-24 of the condition of Q_k, which is small where beta suits the features. Not
-    for gradients, which a difference quotient checks to more digits, and not for the published covariance of
-    one example, which is as large as what the task mean takes away.
+    for gradients, which a difference quotient checks to more digits, and not for the published covariance of one
+    example, which is as large as what the task mean takes away.
     """
     if features.requires_grad or centre.dtype == torch.float32 or features.dtype == torch.float64:
+        return None
+    if not _products_are_float32():
         return None
     if settings.one_shot_covariance == "published" and counts.min() == 1:
         return None
@@ -350,6 +353,15 @@ def _single_precision(
     except ValueError:  # of pivots that are lost in float32; whether they are in float64 is another question
         return None
     return factors if factors.least_pivot() >= _FLOAT32_PIVOT else None
+
+
+def _products_are_float32() -> bool:
+    """Whether products of float32 matrices are that, and not of TF32 or bfloat16, as a program may have settled."""
+    try:
+        settled = torch.get_float32_matmul_precision()
+    except RuntimeError:  # by another interface, for one backend
+        return False
+    return settled == "highest" and getattr(torch.backends, "fp32_precision", "none") in ("none", "ieee")
 
 
 class _Factors:

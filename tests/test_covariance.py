@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +226,36 @@ def test_what_float32_is_not_enough_for_is_computed_in_float64() -> None:
     learned = features.clone().requires_grad_()
     found = covariance(learned, labels).squared_distance(queries)
     torch.testing.assert_close(found, exact.float(), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "settle",
+    [
+        "torch.set_float32_matmul_precision('high')",
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+        "torch.backends.fp32_precision = 'tf32'",
+    ],
+)
+def test_products_less_precise_than_float32_are_not_relied_on(settle: str) -> None:
+    """In a process of its own, as what has been settled through one interface cannot be undone through the other."""
+    if "fp32_precision" in settle and not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this version of PyTorch has no such setting")
+    program = f"""
+import torch
+from fewshot_mahalanobis import RegularizedCovariance, covariance
+
+features, labels = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+before = RegularizedCovariance()(features, labels)
+assert before._single is not None
+exact = RegularizedCovariance()(features.double(), labels).squared_distance(features.double()).float()
+{settle}
+covariance._Factors.by_products = None  # which would fail
+assert torch.equal(before.squared_distance(features), exact)
+assert RegularizedCovariance()(features, labels)._single is None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_support_set_that_is_changed_after_the_fit_changes_nothing() -> None:
