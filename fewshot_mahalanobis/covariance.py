@@ -17,7 +17,7 @@ A_k^T A_k = Sigma_k (n_k rows) everything is a product of thin matrices. Two ste
 Cost model, in multiplications, with a = n / d and the whitened width p = d by Cholesky, d + n by ridge regression:
 
     step                                          Cholesky                  ridge regression
-    Sigma, or the n x n products; once            5/8 n d^2                 n^2 d
+    Sigma, or the n x n products; once            3/4 n d^2                 n^2 d
     factor, for each distinct shot count          d^3 / 3                   n^2 d / 2 + n^3 / 3
     whiten the support, likewise                  n d^2 / 2                 2 n^2 d + n^3 / 2
     in units of d^3                               1/3 + 1.1 a               3.5 a^2 + 0.8 a^3        equal at a = 0.46
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 #: Most numbers in one temporary of a chunk of queries (16 MB in float64).
 _CHUNK_NUMBERS = 2**21
 #: Strips in which Sigma is computed.
-_STRIPS = 4
+_STRIPS = 2
 #: A difference that keeps less than this share of its terms counts as cancelled.
 _CANCELLED = {torch.float64: 2.0**-13, torch.float32: 2.0**-3}
 #: A distance of less than this share of the squared lengths of query and mean is lost when they are rounded to float32.
@@ -434,7 +434,7 @@ class _TaskScatter:
     scale: float  # 1 / (n - 1)
 
     def covariance(self) -> Tensor:
-        """Sigma (d, d). A symmetric matrix is half a matrix: its lower strips take 5/8 of the products."""
+        """Sigma (d, d). A symmetric matrix is half a matrix: its lower strips take 3/4 of the products."""
         d = self.rows.shape[1]
         sigma, start = self.rows.new_empty(d, d), 0
         for strip in self.rows.chunk(_STRIPS, dim=1):

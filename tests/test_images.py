@@ -241,13 +241,13 @@ def test_the_same_lazily_opened_image_may_stand_in_a_list_often(tmp_path: Path) 
 
 def test_no_more_than_two_batches_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    decode = images_module._decode
+    decode = images_module._decode_one
 
     def counted(images: object, index: int, *rest: object) -> object:
         taken.append(index)
         return decode(images, index, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(images_module, "_decode", counted)
+    monkeypatch.setattr(images_module, "_decode_one", counted)
     for number, _ in enumerate(ImageBatches(np.zeros((50, 6, 6), np.uint8), SIZE, batch_size=5)):
         assert len(taken) <= 5 * (number + 2)
     assert sorted(taken) == list(range(50))
