@@ -30,7 +30,7 @@ from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
 
 SHOTS = (1, 5, 20)
-WAY, QUERIES, EPISODES = 5, 10, 10
+WAY, QUERIES, EPISODES = 5, 10, 30
 OURS, EASYFSL = "Simple CNAPS", "easyfsl PrototypicalNetworks"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -14,18 +15,32 @@ from typing import Any
 Times = list[float]
 
 
+#: Seconds that a call is repeated for within a round, if one takes less, as ``timeit`` does.
+ROUND = 0.2
+
+
 def take_turns(calls: Mapping[str, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[str, Times]:
-    """Seconds of each call in each round. What slows the machine for a while slows all of them."""
+    """Seconds of each call in each round. What slows the machine for a while slows all of them.
+
+    After a warm-up, which times them, short calls are repeated within the round; their time is the mean.
+    """
+    loops = dict.fromkeys(calls, 1)
     if warm_up:
-        for call in calls.values():
+        for name, call in calls.items():
             call()
+            loops[name] = math.ceil(ROUND / _seconds(call, 1))
     times: dict[str, Times] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(_seconds(call, loops[name]))
     return times
+
+
+def _seconds(call: Callable[[], object], loops: int) -> float:
+    start = time.perf_counter()
+    for _ in range(loops):
+        call()
+    return (time.perf_counter() - start) / loops
 
 
 def show(seconds: Times) -> str:
