@@ -29,6 +29,7 @@ def run(record: Record) -> list[Table]:
         name = f"{ways}-way {shots}-shot, {queries} queries"
         t = record.value(name, lambda: _measure(ways, shots, queries, record.repeats))  # noqa: B023
         for precision in ("float32", "auto"):
+            rest = [task - encoder for task, encoder in zip(t[precision], t[f"encoder {precision}"], strict=True)]
             whole.append(
                 [
                     name,
@@ -39,6 +40,7 @@ def run(record: Record) -> list[Table]:
                     ratio(t["published"], t[precision]),
                     "2" if precision == "float32" else "4",
                     ratio(t[precision], t[f"bare {precision}"]),
+                    ratio(rest, t[f"bare {precision}"]),
                     "1.25",
                 ]
             )
@@ -53,7 +55,11 @@ def run(record: Record) -> list[Table]:
         memory.append(["500 support images", precision, f"{found['megabytes']:.0f} MB"])
     header = ["task", "precision", "published way", "fit + predict", "bare network", "faster than published", "aim"]
     return [
-        Table("Whole task, images in and labels out", [*header, "of the bare network's time", "aim"], whole),
+        Table(
+            "Whole task, images in and labels out",
+            [*header, "of the bare network's time", "without the set encoder", "aim"],
+            whole,
+        ),
         Table("Its parts", ["task", "precision", "part", "published way", "here", "ratio"], parts),
         Table("Memory of adapting to a support set", ["task", "precision", "peak beyond the images"], memory),
     ]

@@ -508,9 +508,8 @@ class _Ridge:
 def _ridge(factor: Tensor) -> _Ridge:
     identity = torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)
     cholesky = _cholesky(identity + factor @ factor.mT)
-    # L G = F, solved as G^T L^T = F^T: transposed, what that returns has its rows in one piece.
-    reduction = torch.linalg.solve_triangular(cholesky.mT, factor.mT, upper=True, left=False).mT
-    return _Ridge(reduction, cholesky)
+    # L G = F, solved as G^T L^T = F^T, which is faster for factors of a few rows.
+    return _Ridge(torch.linalg.solve_triangular(cholesky.mT, factor.mT, upper=True, left=False).mT, cholesky)
 
 
 @dataclass(frozen=True, eq=False)
@@ -631,9 +630,9 @@ class _LowRankMetric:
         of_queries = w.square().sum(dim=1)
         norms = of_queries[:, None] + self.means.square().sum(dim=1)
         distance = torch.addmm(norms, w, self.means.T, alpha=-2.0)  # ||w - w_k||^2 (m, k')
-        reduction = self.ridge.reduction.flatten(0, 1)
-        along = torch.addmm(-self.means_along.flatten(), w, reduction.T)  # G_k (w - w_k): (m, k' r)
-        distance = distance - along.unflatten(1, self.means_along.shape).square().sum(dim=2)
+        # G_k (w - w_k), in an order (m, r, k') in which sums over r are sums of whole rows.
+        along = torch.addmm(-self.means_along.T.flatten(), w, self.ridge.reduction.transpose(0, 1).flatten(0, 1).T)
+        distance = distance - along.unflatten(1, self.means_along.T.shape).square().sum(dim=1)
         kept = (distance >= _CANCELLED[w.dtype] * norms).all(dim=1)
         low, high = _SQUARES[w.dtype]
         return distance, ~(kept & (of_queries >= low) & (of_queries <= high))
@@ -666,6 +665,8 @@ def _metric(group: _ClassGroup, task: _TaskScatter, task_covariance: Tensor | No
     whitening = _whitening(task, task_covariance, group.task_weight, beta)
     of_roots, means = whitening(torch.cat([group.roots.flatten(0, 1), group.means])).tensor_split([-len(group.means)])
     ridge = _ridge(of_roots.unflatten(0, group.roots.shape[:2]))
+    # In memory row by row of all classes, in which order the metric multiplies them.
+    ridge = _Ridge(ridge.reduction.transpose(0, 1).contiguous().transpose(0, 1), ridge.cholesky)
     return _LowRankMetric(whitening, means, ridge, (ridge.reduction @ means[:, :, None])[:, :, 0])
 
 
