@@ -20,6 +20,8 @@ from fewshot_mahalanobis.images import to_network_range
 
 #: Ways, shots, queries.
 TASKS = ((5, 5, 75), (50, 10, 100))
+#: Times as fast as the published way that is aimed at, for the last task.
+AIMS = {"float32": "2", "auto": "4"}
 BATCH = 64
 
 
@@ -38,10 +40,10 @@ def run(record: Record) -> list[Table]:
                     show(t[precision]),
                     show(t[f"bare {precision}"]),
                     ratio(t["published"], t[precision]),
-                    "2" if precision == "float32" else "4",
+                    AIMS[precision] if (ways, shots, queries) == TASKS[-1] else "",
                     ratio(t[precision], t[f"bare {precision}"]),
                     ratio(rest, t[f"bare {precision}"]),
-                    "1.25",
+                    "1.25" if (ways, shots, queries) == TASKS[-1] else "",
                 ]
             )
             encoder = [show(t[key]) for key in ("plain encoder", f"encoder {precision}")]
