@@ -231,6 +231,12 @@ def head_logits(name: str) -> Callable[[World, Path], Any]:
     return call
 
 
+def logits_without_gradients(world: World, folder: Path) -> Any:
+    """With gradients the head computes in float64, which is the next test's."""
+    with torch.no_grad():
+        return world.model(images_of(world), codes_of(world), images_of(world)[:2])
+
+
 def fitted_vectors(world: World, folder: Path) -> Any:
     classifier = MahalanobisClassifier(beta=0.3).fit(world.features.numpy(), world.labels.numpy())
     before = classifier.predict_log_proba(world.queries.numpy())
@@ -345,7 +351,7 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     "MahalanobisClassifier.decision_function": lambda world, folder: world.vectors.decision_function(
         world.queries.numpy()
     ),
-    "SimpleCNAPS.forward": lambda world, folder: world.model(images_of(world), codes_of(world), images_of(world)[:2]),
+    "SimpleCNAPS.forward": logits_without_gradients,
     "SimpleCNAPS.adapt": adapted,
     "SimpleCNAPS.save_pretrained": written_checkpoint,
     "SimpleCNAPS.from_pretrained": lambda world, folder: SimpleCNAPS.from_pretrained(str(world.checkpoint)),
@@ -391,6 +397,12 @@ def test_a_call_leaves_the_process_as_it_was_and_repeats_to_the_bit(name: str, w
         second = bits(call(world, tmp_path / "second"))
     assert first == second
     assert bits(arguments) == before
+
+
+def test_logits_with_gradients_are_those_without_to_1e_5(world: World) -> None:
+    logits = world.model(images_of(world), codes_of(world), images_of(world)[:2])
+    assert logits.requires_grad
+    torch.testing.assert_close(logits.detach(), logits_without_gradients(world, Path()), rtol=1e-5, atol=0.0)
 
 
 def test_every_public_name_and_every_method_of_the_classifiers_is_called_here() -> None:
