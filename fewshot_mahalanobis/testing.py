@@ -223,7 +223,16 @@ def _search(
     parent = hypothesis.settings(settings)
     # Explaining an example would replace the simplest one by the shortest to draw.
     phases = [phase for phase in parent.phases if phase is not hypothesis.Phase.explain]
-    settings = hypothesis.settings(parent, phases=phases, deadline=None, database=None, report_multiple_bugs=False)
+    # A machine that is busy with something else draws tasks slowly; that is no property's failure.
+    unchecked = {*parent.suppress_health_check, hypothesis.HealthCheck.too_slow}
+    settings = hypothesis.settings(
+        parent,
+        phases=phases,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=tuple(unchecked),
+    )
     for name in properties:
         if name not in without:
             settings(hypothesis.given(task=strategy or tasks(scale=(1e-6, 1e3)))(_test_of(make, name, properties)))()
