@@ -213,7 +213,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         labels_to_give(classes, self.unknown_label)  # refused, as the next, before the network has run
         check_settings(self.temperature, self.false_rejection_rate)
 
-        images, targets = torch.cat(list(self._with_progress(batches, "fit"))), torch.from_numpy(codes)
+        images, targets = self._support_images(batches), torch.from_numpy(codes)
         task, _ = _within_memory(
             lambda size: model.adapt(images, targets, head=head, adapt=self.adapt, dtype=dtype, batch_size=size),
             batches.batch_size,
@@ -262,6 +262,16 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         task = self.task_.refit(torch.cat([self.task_.support_features, *features]), torch.from_numpy(codes))
         self._set_state(task, classes)
         return self
+
+    def _support_images(self, batches: ImageBatches) -> Tensor:
+        """All images in one tensor (n, 3, s, s), channels_last; a batch is released when it has been copied."""
+        shape = (batches.n_images, 3, batches.size, batches.size)
+        images = torch.empty(shape, dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
+        start = 0
+        for batch in self._with_progress(batches, "fit"):
+            images[start : start + len(batch)] = batch
+            start += len(batch)
+        return images
 
     def _pretrained(self) -> SimpleCNAPS:
         """Make a model of this classifier's own."""

@@ -53,7 +53,7 @@ _SQUARES = {torch.float64: (0.0, torch.finfo(torch.float64).max), torch.float32:
 #: Float32 is enough for support features at most so many sqrt(beta) away from the task mean: then the condition of Q_k
 #: is 2^10 at most, as tr Sigma and tr Sigma_k are at most twice the largest squared distance.
 _FLOAT32_LENGTH = 2.0**4.5
-#: And where each pivot of a Cholesky factorisation is at least this share of its diagonal entry: no more has cancelled.
+#: And where each pivot of a Cholesky factorisation keeps this share of its diagonal entry: no more has cancelled.
 _FLOAT32_PIVOT = 2.0**-4
 #: A Cholesky pivot of fewer roundings than this is noise.
 _LOST = 2.0**10
@@ -302,16 +302,13 @@ class ClassGaussians:
 
     def covariance(self) -> Tensor:
         """Q_k of every class, dense, shape (k, d, d)."""
-        return self._dense().to(self._dtype)
+        with full_precision(self.means):
+            return self._full.covariance().to(self._dtype)
 
     def precision(self) -> Tensor:
         """Inverse of Q_k of every class, dense, shape (k, d, d)."""
         with full_precision(self.means):
-            return torch.cholesky_inverse(_cholesky(self._dense())).to(self._dtype)
-
-    def _dense(self) -> Tensor:
-        with full_precision(self.means):
-            return self._full.covariance()
+            return torch.cholesky_inverse(_cholesky(self._full.covariance())).to(self._dtype)
 
     @functools.cached_property
     def _full(self) -> _Factors:
@@ -349,10 +346,9 @@ def _single_precision(
     if not torch.linalg.vector_norm(x, dim=1).max() <= _FLOAT32_LENGTH:
         return None
     try:
-        factors = _Factors(x, labels, counts, centre, RegularizedCovariance(1.0, settings.task_covariance))
-    except ValueError:  # of pivots that are lost in float32; whether they are in float64 is another question
+        return _Factors(x, labels, counts, centre, RegularizedCovariance(1.0, settings.task_covariance))
+    except ValueError:  # of pivots that lose too much in float32; whether they do in float64 is another question
         return None
-    return factors if factors.least_pivot() >= _FLOAT32_PIVOT else None
 
 
 def _products_are_float32() -> bool:
@@ -387,6 +383,7 @@ class _Factors:
             self._metrics.append(_metric(group, self._task, task_covariance, self._beta))
         # Column j of the groups' concatenated results belongs to class order[j]; this puts class 0 first.
         self._columns = torch.cat([group.classes for group in self._groups]).argsort()
+        self._longest_mean = torch.stack([group.means.square().sum(dim=1).max() for group in self._groups]).max()
 
     def means(self) -> Tensor:
         """Means less the task mean, (k, d)."""
@@ -399,18 +396,12 @@ class _Factors:
         """Distances (m, k) of centred queries (m, d)."""
         return self._in_order([metric.squared_distance(x) for metric in self._metrics])
 
-    def least_pivot(self) -> float:
-        """Smallest share of its diagonal entry that a pivot has kept, over all Cholesky factorisations."""
-        factors = [factor for metric in self._metrics for factor in metric.factors() if factor.numel()]
-        shares = [f.diagonal(dim1=-2, dim2=-1).square() / f.square().sum(dim=-1) for f in factors]
-        return min((float(share.min()) for share in shares), default=1.0)
-
     def by_products(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The distances by matrix products alone, and the queries (m,) of which one distance has cancelled."""
         distances, cancelled = zip(*(metric.by_products(x) for metric in self._metrics), strict=True)
         distance = self._in_order(list(distances))
         # Rounding x and mu_k has moved them by a share of their lengths, not of those of T x and T mu_k.
-        lengths = x.square().sum(dim=1) + max(group.means.square().sum(dim=1).max() for group in self._groups)
+        lengths = x.square().sum(dim=1) + self._longest_mean
         rounded = ~(distance.amin(dim=1) >= _ROUNDED * lengths)
         return distance, torch.stack([*cancelled, rounded]).any(dim=0)
 
@@ -518,9 +509,6 @@ class _CholeskyWhitening:
 
     cholesky: Tensor
 
-    def factors(self) -> list[Tensor]:
-        return [self.cholesky]
-
     def __call__(self, x: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.cholesky.mT, x, upper=True, left=False)
 
@@ -532,9 +520,6 @@ class _RidgeWhitening:
     ridge: _Ridge
     beta: float
 
-    def factors(self) -> list[Tensor]:
-        return [self.ridge.cholesky]
-
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat(self.ridge.parts(x), dim=-1) / math.sqrt(self.beta)
 
@@ -544,9 +529,6 @@ class _ScalarWhitening:
     """T for S = beta I."""
 
     beta: float
-
-    def factors(self) -> list[Tensor]:
-        return []
 
     def __call__(self, x: Tensor) -> Tensor:
         return x / math.sqrt(self.beta)
@@ -575,9 +557,6 @@ class _CholeskyMetric:
 
     def numbers_per_query(self) -> int:
         return self.means.numel()
-
-    def factors(self) -> list[Tensor]:
-        return [self.cholesky]
 
     def squared_distance(self, x: Tensor) -> Tensor:
         return self.coordinates(x - self.means[:, None]).square().sum(dim=2).T
@@ -608,15 +587,13 @@ class _LowRankMetric:
 
     whitening: _Whitening
     means: Tensor  # w_k (k', p)
+    lengths: Tensor  # ||w_k||^2 (k',)
     ridge: _Ridge  # with F_k = T-transformed roots (k', r, p)
     means_along: Tensor  # G_k w_k (k', r)
 
     def numbers_per_query(self) -> int:
         classes, rows, width = self.ridge.reduction.shape
         return width + classes * (rows + 1)
-
-    def factors(self) -> list[Tensor]:
-        return [self.ridge.cholesky, *self.whitening.factors()]
 
     def squared_distance(self, x: Tensor) -> Tensor:
         distance, cancelled = self.by_products(x)
@@ -628,7 +605,7 @@ class _LowRankMetric:
         """Distances (m, k'), and for which queries (m,) one of them has cancelled."""
         w = self.whitening(x)
         of_queries = w.square().sum(dim=1)
-        norms = of_queries[:, None] + self.means.square().sum(dim=1)
+        norms = of_queries[:, None] + self.lengths
         distance = torch.addmm(norms, w, self.means.T, alpha=-2.0)  # ||w - w_k||^2 (m, k')
         # G_k (w - w_k), in an order (m, r, k') in which sums over r are sums of whole rows.
         along = torch.addmm(-self.means_along.T.flatten(), w, self.ridge.reduction.transpose(0, 1).flatten(0, 1).T)
@@ -667,7 +644,8 @@ def _metric(group: _ClassGroup, task: _TaskScatter, task_covariance: Tensor | No
     ridge = _ridge(of_roots.unflatten(0, group.roots.shape[:2]))
     # In memory row by row of all classes, in which order the metric multiplies them.
     ridge = _Ridge(ridge.reduction.transpose(0, 1).contiguous().transpose(0, 1), ridge.cholesky)
-    return _LowRankMetric(whitening, means, ridge, (ridge.reduction @ means[:, :, None])[:, :, 0])
+    along = (ridge.reduction @ means[:, :, None])[:, :, 0]
+    return _LowRankMetric(whitening, means, means.square().sum(dim=1), ridge, along)
 
 
 def _working_dtype(features: Tensor) -> torch.dtype:
@@ -676,10 +654,14 @@ def _working_dtype(features: Tensor) -> torch.dtype:
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
-    """Cholesky factor (..., r, r), refused where its pivots are mostly rounding: the beta I in ``matrix`` is lost."""
+    """Cholesky factor (..., r, r), refused where its pivots are mostly rounding: the beta I in ``matrix`` is lost.
+
+    Below the working precision, which can take over, already where they have lost more than 1e-5 leaves room for.
+    """
     factor, failed = torch.linalg.cholesky_ex(matrix)
     pivots, diagonal = factor.diagonal(dim1=-2, dim2=-1).square(), matrix.diagonal(dim1=-2, dim2=-1)
-    kept = pivots > _LOST * torch.finfo(matrix.dtype).eps * diagonal
+    spare = matrix.dtype != _working_dtype(matrix)
+    kept = pivots > (_FLOAT32_PIVOT if spare else _LOST * torch.finfo(matrix.dtype).eps) * diagonal
     if not (kept.all() and (failed == 0).all()):
         raise ValueError(
             "the support features are so large that beta I is lost to rounding and Q_k is singular: "

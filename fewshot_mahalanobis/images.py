@@ -112,7 +112,7 @@ def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDA
 
 def to_network_range(images: Tensor) -> Tensor:
     """Pixels from 0 to 255, of any type and shape -> float32 in [-1, 1], the range that the network reads."""
-    return (images.float() / 127.5).sub_(1)
+    return images.to(torch.float32, copy=True).div_(127.5).sub_(1)
 
 
 class ImageBatches:

@@ -7,14 +7,16 @@ every image of the set takes part in every statistic: a large set is therefore e
 not image by image.
 
 BatchNorm and ReLU do not decrease where gamma >= 0, so they may trade places with the max pool; where
-gamma < 0 the convolution is turned around with it, as gamma y = (-gamma) (-y). So a layer computes each
-convolution once, takes its statistics, and keeps the pooled maps alone, a quarter of them, until the
-statistics are complete. Memory: 64 * 42 * 42 numbers an image of 84 pixels, five times the image itself
-(0.45 MB in float32), and the unpooled maps of one chunk.
+gamma < 0 the convolution is turned around with it, as gamma y = (-gamma) (-y). So a layer takes the statistics of
+its convolution and keeps the pooled maps alone, a quarter of them, until the statistics are complete. Those of the
+first layer, 64 * 42 * 42 numbers for an image of 84 pixels, are not even kept: an eighth of the work makes them
+anew, in less time than writing them to fresh memory takes. Memory: the 64 * 21 * 21 numbers that the second layer
+leaves of an image, a third more than its pixels are, and the unpooled maps of one chunk.
 
 In bfloat16 a last bit that differs in z is not a last bit any more once FiLM parameters and weights have been
-rounded by it, so there z must be the same bits whatever the order of the set, its chunks or the number of threads.
-It is: a float64 holds sums of bfloat16 numbers and of their squares exactly, and exact sums know no order.
+rounded by it, so there z should be the same bits whatever the order of the set, its chunks or the number of
+threads. Hence each row of each map is summed by itself, in float32, and the rows in float64, whose rounding is far
+below float32's.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from torch.nn import functional as F
 TASK_FEATURES = 64
 #: Most images of a chunk: their maps of 84 x 84 positions fit into a processor's cache.
 _MOST_IMAGES = 16
+#: Most numbers of which statistics are taken at once: the float32 maps of an image of 84 x 84 pixels, 1.8 MB.
+_CACHED_NUMBERS = 2**19
 
 
 class SetEncoder(nn.Module):
@@ -78,58 +82,71 @@ class SetEncoder(nn.Module):
     @torch.no_grad()
     def _in_chunks(self, support_images: Tensor, chunk_size: int) -> Tensor:
         """The same with each convolution computed once and the unpooled maps of one chunk in memory."""
-        maps = list(support_images.split(chunk_size))
-        normalise: Callable[[Tensor], Tensor] = nn.Identity()  # what the layer before left
-        for conv, norm in self.layers:
+        kept = list(support_images.split(chunk_size))
+        ready: Callable[[Tensor], Tensor] = nn.Identity()  # from what is kept to the input of the layer
+        for number, (conv, norm) in enumerate(self.layers):
             assert conv.bias is not None
             sign = torch.ones_like(norm.weight).copysign(norm.weight)
-            weight, bias = conv.weight * sign[:, None, None, None], conv.bias * sign
+            weight = conv.weight * sign[:, None, None, None]
+            convolve = partial(F.conv2d, weight=weight, bias=conv.bias * sign, padding=1)
             parts = []
-            for index, chunk in enumerate(maps):
-                y = F.conv2d(normalise(chunk), weight, bias, padding=1)
-                parts.extend(_statistics(y))
-                maps[index] = F.max_pool2d(y, 2)
-            mean, variance = _of_all(parts, torch.promote_types(y.dtype, torch.float32))
+            for index, chunk in enumerate(kept):
+                y = convolve(ready(chunk))
+                parts.append(_statistics(y))
+                if number > 0:
+                    kept[index] = _max_pool(y)
+            mean, variance = _pooled(*(torch.cat(part) for part in zip(*parts, strict=True)))
             normalise = partial(_batch_norm_relu, norm, mean, variance)
-        of_images = torch.cat([normalise(chunk).float().mean(dim=(2, 3)) for chunk in maps])
+            ready = normalise if number > 0 else partial(_first_layer, convolve, normalise)
+        of_images = torch.cat([ready(chunk).float().mean(dim=(2, 3)) for chunk in kept])
         return mean_over_set(of_images)
 
 
 def mean_over_set(x: Tensor) -> Tensor:
     """Mean over the images of ``x`` (n, c) whose last bit does not tell their order: (c,), in the dtype of ``x``."""
-    wide = torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64
-    return x.to(wide).mean(dim=0).to(x.dtype)
+    return _wide(x).mean(dim=0).to(x.dtype)
 
 
-def _statistics(y: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """Count, mean (c,) and unbiased variance (c,) of each of the maps (b, c, h, w): of all images, or of one each."""
-    if y.dtype == torch.bfloat16 and y.device.type != "mps":  # which has no float64
-        return [_exact_statistics(image) for image in y]  # one at a time stays in the cache as float64
-    dtype = torch.promote_types(y.dtype, torch.float32)
-    mean, variance = (torch.zeros(y.shape[1], dtype=dtype, device=y.device) for _ in range(2))
-    # BatchNorm in training mode is the fastest way to both: with momentum 1 it stores them as they are.
-    F.batch_norm(y, mean, variance, training=True, momentum=1.0)
-    return [(y.numel() // y.shape[1], mean, variance)]
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)  # MPS has no float64
 
 
-def _exact_statistics(y: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Count, mean and unbiased variance, float64, of bfloat16 maps (c, h, w) from sums without any rounding."""
-    values = y.permute(1, 2, 0).flatten(0, 1).double()
-    count, total, squares = len(values), values.sum(dim=0), values.square_().sum(dim=0)
-    return count, total / count, (squares - total * (total / count)).clamp(min=0) / (count - 1)
+def _statistics(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each image's maps (b, c, h, w), both (b, c)."""
+    # So many images at a time that their maps stay in a processor's cache in float32 too.
+    together = max(1, _CACHED_NUMBERS // y[0].numel()) if y.device.type == "cpu" else len(y)
+    parts = [_row_statistics(part) for part in y.split(together)]
+    means, variances = (_wide(torch.cat(part)) for part in zip(*parts, strict=True))
+    return _pooled(means.transpose(0, 1), variances.transpose(0, 1))
 
 
-def _of_all(parts: list[tuple[int, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of the whole from those of its parts (Chan, Golub & LeVeque, 1983)."""
-    device = parts[0][1].device
-    counts = torch.tensor([[count] for count, _, _ in parts], dtype=torch.float64, device="cpu")
-    means = torch.stack([mean for _, mean, _ in parts]).cpu().double()
-    variances = torch.stack([variance for _, _, variance in parts]).cpu().double()
-    mean = (counts * means).sum(dim=0) / counts.sum()
-    squares = ((counts - 1) * variances + counts * (means - mean).square()).sum(dim=0)
-    return mean.to(device, dtype), (squares / counts.sum()).to(device, dtype)
+def _row_statistics(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each row of maps (b, c, h, w), both (b, h, c), in float32 at least."""
+    rows = y.permute(0, 2, 3, 1).to(torch.promote_types(y.dtype, torch.float32), copy=True)
+    mean = rows.mean(dim=2)
+    return mean, rows.sub_(mean[:, :, None]).square_().mean(dim=2)
+
+
+def _pooled(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of equally many numbers from those of each part, (p, ...) -> (...)."""
+    mean = means.mean(dim=0)
+    return mean, (variances + (means - mean).square()).mean(dim=0)
+
+
+def _first_layer(convolve: Callable[[Tensor], Tensor], normalise: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """The first layer, again, once its statistics are known."""
+    return normalise(_max_pool(convolve(images)))
+
+
+def _max_pool(y: Tensor) -> Tensor:
+    """``F.max_pool2d(y, 2)``, without the int64 map of where each maximum was, four times as large as bfloat16 maps."""
+    height, width = y.shape[2] // 2 * 2, y.shape[3] // 2 * 2
+    y = torch.maximum(y[:, :, 0:height:2], y[:, :, 1:height:2])
+    return torch.maximum(y[..., 0:width:2], y[..., 1:width:2])
 
 
 def _batch_norm_relu(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, x: Tensor) -> Tensor:
     """ReLU of BatchNorm by given statistics, of maps whose sign is that of gamma."""
-    return F.relu_(F.batch_norm(x, mean, variance, norm.weight.abs(), norm.bias, training=False, eps=norm.eps))
+    weight = norm.weight.abs()
+    mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
+    return F.relu_(F.batch_norm(x, mean, variance, weight, norm.bias, training=False, eps=norm.eps))
