@@ -213,7 +213,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         labels_to_give(classes, self.unknown_label)  # refused, as the next, before the network has run
         check_settings(self.temperature, self.false_rejection_rate)
 
-        images, targets = self._support_images(batches), torch.from_numpy(codes)
+        images, targets = self._support_images(batches, dtype), torch.from_numpy(codes)
         task, _ = _within_memory(
             lambda size: model.adapt(images, targets, head=head, adapt=self.adapt, dtype=dtype, batch_size=size),
             batches.batch_size,
@@ -263,10 +263,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         self._set_state(task, classes)
         return self
 
-    def _support_images(self, batches: ImageBatches) -> Tensor:
-        """All images in one tensor (n, 3, s, s), channels_last; a batch is released when it has been copied."""
+    def _support_images(self, batches: ImageBatches, dtype: torch.dtype) -> Tensor:
+        """All images (n, 3, s, s) in the precision that every layer reads them in; a batch is released once copied."""
         shape = (batches.n_images, 3, batches.size, batches.size)
-        images = torch.empty(shape, dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
+        images = torch.empty(shape, dtype=dtype, device="cpu", memory_format=torch.channels_last)
         start = 0
         for batch in self._with_progress(batches, "fit"):
             images[start : start + len(batch)] = batch

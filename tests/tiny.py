@@ -25,7 +25,7 @@ class TinyExtractor(nn.Module):
         self.conv1 = nn.Conv2d(3, self.out_features, 8, stride=8)
         self.batches: list[int] = []
 
-    def folded(self, film: Any) -> TinyExtractor:
+    def folded(self, film: Any, dtype: torch.dtype | None = None) -> TinyExtractor:
         return self
 
     def forward(self, images: Tensor, film: Any = None) -> Tensor:

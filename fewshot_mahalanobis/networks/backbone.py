@@ -249,8 +249,11 @@ class Backbone(nn.Module):
                 return _vectors(self.network(normalised))
         return _vectors(self.network(normalised))
 
-    def folded(self, film: Film | None = None) -> Backbone:
-        """A module of its own that shares the weights: moving this one does not move the other."""
+    def folded(self, film: Film | None = None, dtype: torch.dtype | None = None) -> Backbone:
+        """A module of its own that shares the weights: moving this one does not move the other.
+
+        They stay in float32, as the network runs as its authors wrote it, under autocast for bfloat16.
+        """
         shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self.parameters()}
         shared |= {id(buffer): buffer for buffer in self.buffers()}
         return copy.deepcopy(self, shared)

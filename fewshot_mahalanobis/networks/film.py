@@ -42,8 +42,17 @@ def film_batch_norm(bn: nn.Module, x: Tensor, gamma: Tensor, beta: Tensor) -> Te
 
 
 @torch.no_grad()
-def fold(conv: nn.Module, bn: nn.Module, gamma: Tensor | None = None, beta: Tensor | None = None) -> nn.Conv2d:
-    """One convolution with bias that computes gamma * bn(conv(x)) + beta, ``bn`` in inference mode."""
+def fold(
+    conv: nn.Module,
+    bn: nn.Module,
+    dtype: torch.dtype | None = None,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+) -> nn.Conv2d:
+    """One convolution with bias that computes gamma * bn(conv(x)) + beta, ``bn`` in inference mode.
+
+    Its weights are channels_last, in ``dtype`` if that is given.
+    """
     if not (isinstance(conv, nn.Conv2d) and isinstance(bn, nn.BatchNorm2d)):
         raise ValueError("this network is folded already")
     assert bn.running_mean is not None
@@ -61,7 +70,8 @@ def fold(conv: nn.Module, bn: nn.Module, gamma: Tensor | None = None, beta: Tens
         conv.padding,  # type: ignore[arg-type]
         device="meta",
     )
+    dtype = dtype or conv.weight.dtype
     weight = conv.weight * scale.to(conv.weight.dtype)[:, None, None, None]
-    folded.weight = nn.Parameter(weight, requires_grad=False)
-    folded.bias = nn.Parameter(shift.to(conv.weight.dtype), requires_grad=False)
+    folded.weight = nn.Parameter(weight.to(dtype, memory_format=torch.channels_last), requires_grad=False)
+    folded.bias = nn.Parameter(shift.to(dtype), requires_grad=False)
     return folded

@@ -46,15 +46,15 @@ class FilmBlock(nn.Module):
             out = film_batch_norm(self.bn2, self.conv2(out), film.gamma2, film.beta2)
         return F.relu_(out.add_(self.downsample(x)))  # in place: maps are large and memory is slow
 
-    def folded(self, film: BlockFilm | None) -> FilmBlock:
+    def folded(self, film: BlockFilm | None, dtype: torch.dtype | None) -> FilmBlock:
         """A block with BatchNorm and FiLM absorbed into its convolutions."""
         gamma1, beta1, gamma2, beta2 = film if film is not None else (None, None, None, None)
         with torch.device("meta"):  # the convolutions are replaced: nothing to allocate
             block = FilmBlock(self.conv1.in_channels, self.conv1.out_channels, self.conv1.stride[0])
-        block.conv1, block.bn1 = fold(self.conv1, self.bn1, gamma1, beta1), nn.Identity()
-        block.conv2, block.bn2 = fold(self.conv2, self.bn2, gamma2, beta2), nn.Identity()
+        block.conv1, block.bn1 = fold(self.conv1, self.bn1, dtype, gamma1, beta1), nn.Identity()
+        block.conv2, block.bn2 = fold(self.conv2, self.bn2, dtype, gamma2, beta2), nn.Identity()
         if isinstance(self.downsample, nn.Sequential):
-            block.downsample = fold(self.downsample[0], self.downsample[1])
+            block.downsample = fold(self.downsample[0], self.downsample[1], dtype)
         return block
 
 
@@ -118,15 +118,16 @@ class FilmResNet18(nn.Module):
         return x.float().mean(dim=(2, 3))
 
     @torch.no_grad()
-    def folded(self, film: Film | None = None) -> FilmResNet18:
+    def folded(self, film: Film | None = None, dtype: torch.dtype | None = None) -> FilmResNet18:
         """A copy for inference with BatchNorm and FiLM absorbed into its convolutions.
 
-        Adaptation is constant within a task, so an adapted network costs what a plain one does.
+        Adaptation is constant within a task, so an adapted network costs what a plain one does. Its weights are
+        channels_last, in ``dtype`` if that is given.
         """
         with torch.device("meta"):
             network = FilmResNet18()
-        network.conv1, network.bn1 = fold(self.conv1, self.bn1), nn.Identity()
+        network.conv1, network.bn1 = fold(self.conv1, self.bn1, dtype), nn.Identity()
         for index, blocks in enumerate(self.blocks):
             for number, block in enumerate(blocks):
-                network.blocks[index][number] = block.folded(None if film is None else film[index][number])
+                network.blocks[index][number] = block.folded(None if film is None else film[index][number], dtype)
         return network.eval()

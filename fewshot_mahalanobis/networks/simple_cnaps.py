@@ -444,10 +444,7 @@ class AdaptedTask:
         self.head = head
         self.dtype = dtype
         self._projection = model.projection
-        extractor = model.feature_extractor.folded(film)
-        if not isinstance(extractor, Backbone):  # which runs as its authors wrote it, under autocast for bfloat16
-            extractor = extractor.to(dtype).to(memory_format=torch.channels_last)
-        self._extractor = extractor
+        self._extractor = model.feature_extractor.folded(film, dtype)
         self._device = model.device
 
     @torch.no_grad()
