@@ -433,7 +433,14 @@ def evaluate(
             help="Folders or zips of class folders; PATH:SPLIT names a split. With --root, data sets by name."
         ),
     ],
-    checkpoint: Annotated[str, typer.Option(help="Name, folder or Hub repository.")] = "default",
+    checkpoints: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--checkpoint",
+            help="Name, folder or Hub repository; of several each has a column, compared with the first.",
+            show_default="default",
+        ),
+    ] = None,
     protocol: Annotated[
         Protocol, typer.Option(help="fixed: --way classes, --shot images each. variable: as Meta-Dataset draws them.")
     ] = Protocol.fixed,
@@ -443,7 +450,11 @@ def evaluate(
     episodes: Annotated[int, typer.Option(min=2, help="Episodes a source.")] = 600,
     heads: Annotated[
         list[str] | None,
-        typer.Option("--head", help="Compare these heads; may be repeated. Default: mahalanobis and euclidean."),
+        typer.Option(
+            "--head",
+            help="Compare these heads; may be repeated. Default: mahalanobis and euclidean, or of several checkpoints "
+            "each one's own.",
+        ),
     ] = None,
     adapt: Annotated[
         bool | None, typer.Option(help="Only with, or only without adaptation.", show_default="both")
@@ -481,6 +492,7 @@ def evaluate(
     import torch
 
     from fewshot_mahalanobis.checkpoints import load_checkpoint
+    from fewshot_mahalanobis.evaluation.compare import differences, headings, joined
     from fewshot_mahalanobis.evaluation.curves import plot_curves
     from fewshot_mahalanobis.evaluation.published import IN_DOMAIN, check_in_domain, published_method
     from fewshot_mahalanobis.evaluation.report import averages, open_sources, to_latex, to_markdown, variants_of
@@ -488,34 +500,62 @@ def evaluate(
     from fewshot_mahalanobis.training.run import choose_device
 
     with _clear_errors():
-        model = load_checkpoint(checkpoint).to(choose_device(device))
-        variants = variants_of(model, heads or (), adapt, task_covariance=not no_task_covariance, projection=projection)
+        names = list(dict.fromkeys(checkpoints or ("default",)))
+        several = len(names) > 1
+        models = {name: load_checkpoint(name).to(choose_device(device)) for name in names}
+        variants = {
+            name: variants_of(
+                model,
+                heads or ((model.config["head"],) if several else ()),
+                # Of several the first alone is shown without adaptation too.
+                True if adapt is None and name != names[0] and model.config["adaptation"] != "none" else adapt,
+                task_covariance=not no_task_covariance,
+                projection=projection,
+            )
+            for name, model in models.items()
+        }
         if plots is not None and protocol is Protocol.fixed and len(set(shots or (1, 5))) < 2:
             raise ValueError("--plots needs --protocol variable, or several --shot")
-        domains = IN_DOMAIN.get(checkpoint) if in_domain is None else in_domain
+        domains = in_domain if several or in_domain is not None else IN_DOMAIN.get(names[0])
         if in_domain is not None:
-            check_in_domain(in_domain, [source.name for source in open_sources(sources, root, model.image_size)])
-        records = run(
-            model,
-            sources,
-            shots or (1, 5),
-            variants=variants,
-            protocol=protocol.value,
-            root=root,
-            results=results,
-            way=way,
-            queries=queries,
-            episodes=episodes,
-            seed=seed,
-            dtype=getattr(torch, precision.value),
-        )
+            size = models[names[0]].image_size
+            check_in_domain(in_domain, [source.name for source in open_sources(sources, root, size)])
+        evaluations = {
+            name: run(
+                model,
+                sources,
+                shots or (1, 5),
+                variants=variants[name],
+                protocol=protocol.value,
+                root=root,
+                results=results,
+                way=way,
+                queries=queries,
+                episodes=episodes,
+                seed=seed,
+                dtype=getattr(torch, precision.value),
+            )
+            for name, model in models.items()
+        }
+        records, columns = evaluations[names[0]], {names[0]: {title: title for title in variants[names[0]]}}
+        gains: list[dict[str, Any]] = []
+        if several:
+            columns = headings(models, variants)
+            records = joined(evaluations, columns)
+            gains = differences(records, next(iter(columns[names[0]].values())), domains)
         if plots is not None:
             plot_curves(records, plots)
-    methods = {title: method for title, v in variants.items() if (method := published_method(model.config, v))}
+    methods = {
+        columns[name][title]: method
+        for name, model in models.items()
+        for title, variant in variants[name].items()
+        if (method := published_method(model.config, variant))
+    }
     if table is TableFormat.json:
-        typer.echo(json.dumps({"records": records, "averages": averages(records, domains)}, indent=1))
+        found = {"records": records, "averages": averages(records, domains), "differences": gains}
+        typer.echo(json.dumps(found if several else {k: found[k] for k in ("records", "averages")}, indent=1))
     else:
-        typer.echo({"markdown": to_markdown, "latex": to_latex}[table.value](records, domains, methods))
+        typer.echo({"markdown": to_markdown, "latex": to_latex}[table.value](records, domains, methods, gains))
 
 
 @checkpoints_app.callback(invoke_without_command=True)

@@ -142,10 +142,11 @@ def evaluate(
     -------
     list of dict
         One record a source and shot: "source", "way", "shot", "queries", "episodes", "seed", "precision", "protocol",
-        "model" (digest of settings and weights), and "accuracy", which maps a variant to [mean, half-width of the 95 %
-        interval] in per cent. In the variable protocol "shot" is None, "way" is None or, of a source of fewer than 5
-        classes, their number, and there are "by_way" and "by_shot": variant to rows of ways or shots, number of
-        episodes or classes, mean and standard deviation of their accuracies in per cent.
+        "model" (digest of settings and weights), "accuracy", which maps a variant to [mean, half-width of the 95 %
+        interval] in per cent, and "by_episode", variant to the accuracy of each episode. In the variable protocol
+        "shot" is None, "way" is None or, of a source of fewer than 5 classes, their number, and there are "by_way" and
+        "by_shot": variant to rows of ways or shots, number of episodes or classes, mean and standard deviation of their
+        accuracies in per cent.
 
     Raises
     ------
@@ -189,8 +190,11 @@ def evaluate(
                     record[name] = {**record.get(name, {}), **values}
                 if file is not None:
                     _write(file, records)
-            tables = [name for name in ("accuracy", "by_way", "by_shot") if name in record]
-            wanted.append(record | {name: {title: record[name][title] for title in variants} for name in tables})
+            tables = [name for name in ("accuracy", "by_episode", "by_way", "by_shot") if name in record]
+            chosen = {
+                name: {title: record[name][title] for title in variants if title in record[name]} for name in tables
+            }
+            wanted.append(record | chosen)
     return wanted
 
 
@@ -263,10 +267,11 @@ def _drawing(source: ImageSource, key: Mapping[str, Any]) -> Callable[[int], Epi
 
 def _summary(scores: Scores, variants: Mapping[str, Variant], protocol: str) -> dict[str, dict[str, Any]]:
     """What a record holds of scores, by variant."""
-    found: dict[str, dict[str, Any]] = {"accuracy": {}}
+    found: dict[str, dict[str, Any]] = {"accuracy": {}, "by_episode": {}}
     for title, variant in variants.items():
         accuracy = Accuracy.of(scores.accuracies[variant])
         found["accuracy"][title] = [100 * accuracy.mean, 100 * accuracy.half_width]
+        found["by_episode"][title] = [round(100 * share, 4) for share in scores.accuracies[variant].tolist()]
         if protocol == "variable":
             found.setdefault("by_way", {})[title] = _grouped(scores.ways, scores.accuracies[variant])
             found.setdefault("by_shot", {})[title] = _grouped(scores.shots, scores.class_accuracies[variant])
@@ -337,7 +342,7 @@ def _average(title: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     shared = [name for name in accuracies[0] if all(name in accuracy for accuracy in accuracies)]
     n = len(records)
     return {
-        **{name: value for name, value in records[0].items() if name not in ("by_way", "by_shot")},
+        **{name: value for name, value in records[0].items() if name not in ("by_episode", "by_way", "by_shot")},
         "source": title,
         "sources": [record["source"] for record in records],
         # The sources' episodes are drawn independently, so the variances of their means add.
@@ -355,18 +360,26 @@ def _title(record: Mapping[str, Any]) -> str:
 
 
 def _table(
-    records: Sequence[Mapping[str, Any]], in_domain: Iterable[str] | None, published: Mapping[str, str] | None
+    records: Sequence[Mapping[str, Any]],
+    in_domain: Iterable[str] | None,
+    published: Mapping[str, str] | None,
+    gains: Sequence[Mapping[str, Any]],
 ) -> tuple[list[str], list[list[str]], list[str]]:
     """Header, rows and notes of a report."""
     ordered = sorted(records, key=lambda r: (r["shot"] is None, r["shot"] or 0))
     lines = [*ordered, *averages(records, in_domain)]
     variants = list(dict.fromkeys(name for record in records for name in record["accuracy"]))
-    columns = {name: [_cell(line["accuracy"].get(name)) for line in lines] for name in variants}
+    columns = {
+        name: [_cell(line["accuracy"].get(name)) for line in lines]
+        + [_cell(line["accuracy"].get(name), sign="+") for line in gains]
+        for name in variants
+    }
     for name, method in (published or {}).items():
         figures = [published_figure(method, line) if name in line["accuracy"] else None for line in lines]
         if any(figures):
-            columns[f"paper: {method}"] = ["" if figure is None else str(figure) for figure in figures]
-    rows = [[_title(line), *cells] for line, *cells in zip(lines, *columns.values(), strict=True)]
+            cells = ["" if figure is None else str(figure) for figure in figures]
+            columns[f"paper: {method}"] = [*cells, *[""] * len(gains)]
+    rows = [[_title(line), *cells] for line, *cells in zip([*lines, *gains], *columns.values(), strict=True)]
     marks = "".join(cell for title, cells in columns.items() if title.startswith("paper: ") for cell in cells)
     notes = []
     if "*" in marks:
@@ -378,14 +391,15 @@ def _table(
     return ["source", *columns], rows, notes
 
 
-def _cell(accuracy: Sequence[float] | None) -> str:
-    return "" if accuracy is None else f"{accuracy[0]:.1f} ± {accuracy[1]:.1f}"
+def _cell(accuracy: Sequence[float] | None, sign: str = "") -> str:
+    return "" if accuracy is None else f"{accuracy[0]:{sign}.1f} ± {accuracy[1]:.1f}"
 
 
 def to_markdown(
     records: Sequence[Mapping[str, Any]],
     in_domain: Iterable[str] | None = None,
     published: Mapping[str, str] | None = None,
+    gains: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The records of :func:`evaluate` as a Markdown table, accuracies in per cent with 95 % intervals.
 
@@ -397,8 +411,10 @@ def to_markdown(
     published : mapping of str to str, optional
         Variant to what the paper calls it
         (:func:`~fewshot_mahalanobis.evaluation.published.published_method`): the paper's figures stand beside.
+    gains : list of dict
+        Last rows, from :func:`~fewshot_mahalanobis.evaluation.compare.differences`.
     """
-    header, rows, notes = _table(records, in_domain, published)
+    header, rows, notes = _table(records, in_domain, published, gains)
     # At the start of a line a * would begin a list.
     return "\n\n".join([markdown_table(rows, header), *(note.replace("*", "\\*") for note in notes)])
 
@@ -407,9 +423,10 @@ def to_latex(
     records: Sequence[Mapping[str, Any]],
     in_domain: Iterable[str] | None = None,
     published: Mapping[str, str] | None = None,
+    gains: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The same table for LaTeX, with the rules of the package booktabs."""
-    header, rows, notes = _table(records, in_domain, published)
+    header, rows, notes = _table(records, in_domain, published, gains)
     n = len(records)
     body = [" & ".join(map(_latex, row)) + r" \\" for row in rows]
     return "\n".join(

@@ -99,3 +99,78 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(folder, options, message):
     said = run(folder, *options, status=1)
     assert said.splitlines()[-1].startswith("error: ")
     assert message in said
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folder: Path) -> dict[str, Path]:
+    """Checkpoints that adapt, by their heads."""
+    found = {}
+    with torch.random.fork_rng(devices=[]):
+        for seed, head in enumerate(("mahalanobis", "euclidean", "linear")):
+            torch.manual_seed(seed)
+            found[head] = folder / head
+            save_checkpoint(SimpleCNAPS(head=head, image_size=32), found[head])
+    return found
+
+
+def test_several_checkpoints_are_compared_on_the_same_episodes(folder, checkpoints, tmp_path, monkeypatch):
+    options = ["-o", tmp_path / "r.json", "--shot", 1, "--shot", 2, "--way", 4]
+    for path in checkpoints.values():
+        options += ["--checkpoint", path]
+    sources = [f"{folder / 'omniglot'}:test", folder / "photos"]
+    options = [*sources, *options, "--device", "cpu", "--episodes", 4, "--queries", 2]
+
+    def evaluated(*more: Any) -> str:
+        result = CliRunner().invoke(app, ["evaluate", *map(str, (*options, *more))])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    table = evaluated().splitlines()
+    columns = ["Simple CNAPS", "Simple CNAPS, not adapted", "squared Euclidean", "CNAPS"]
+    assert [cell.strip() for cell in table[0].split("|")[2:6]] == columns
+    cells = [[cell.strip() for cell in line.split("|")[1:6]] for line in table[2:] if line.startswith("|")]
+    rows = {title: of for title, *of in cells}
+    lines = [f"average of 2{less}, 4-way {shot}-shot" for less in ("", ", less Simple CNAPS") for shot in (1, 2)]
+    assert list(rows)[4:8] == lines
+
+    monkeypatch.setattr("fewshot_mahalanobis.evaluation.report.evaluate_episodes", None)  # nothing is computed twice
+    found = json.loads(evaluated("--format", "json"))
+    for shot, line in ((1, lines[2]), (2, lines[3])):
+        records = [record for record in found["records"] if record["shot"] == shot]
+        assert [list(record["by_episode"]) for record in records] == [columns] * 2
+        gained = next(record for record in found["differences"] if record["shot"] == shot)
+        assert list(gained["accuracy"]) == columns[1:]
+        for column, cell in zip(columns, rows[line], strict=True):
+            if column == columns[0]:
+                assert cell == ""
+                continue
+            means, variances = [], []
+            for record in records:
+                assert np.mean(record["by_episode"][column]) == pytest.approx(record["accuracy"][column][0], abs=1e-3)
+                difference = np.subtract(record["by_episode"][column], record["by_episode"][columns[0]])
+                means.append(difference.mean())
+                variances.append(difference.var(ddof=1) / len(difference))
+            half_width = 1.96 * np.sqrt(np.sum(variances)) / len(records)
+            assert gained["accuracy"][column] == pytest.approx([np.mean(means), half_width], abs=1e-3)
+            assert cell == f"{np.mean(means):+.1f} ± {half_width:.1f}"
+    assert r"average of 2, less Simple CNAPS, 4-way 1-shot & " in evaluated("--format", "latex")
+
+    # Records of before there were accuracies by episode have averages and no differences.
+    records = json.loads((tmp_path / "r.json").read_text())
+    for record in records:
+        del record["by_episode"]
+    (tmp_path / "r.json").write_text(json.dumps(records))
+    found = json.loads(evaluated("--format", "json"))
+    assert [list(record["accuracy"]) for record in found["averages"]] == [columns] * 2
+    assert [record["accuracy"] for record in found["differences"]] == [{}, {}]
+
+
+@pytest.mark.parametrize("head", ["mahalanobis", "cosine"])
+def test_checkpoints_go_by_their_own_names_where_the_paper_has_none(folder, checkpoints, head):
+    """Here it has no name for an adapted network with a head that it was not trained with."""
+    table = run(folder, "--checkpoint", checkpoints["euclidean"], "--head", head, "--shot", 1, "--way", 3)
+    first, second = folder / "checkpoint", checkpoints["euclidean"]
+    title = "" if head == "mahalanobis" else ", cosine"
+    columns = [f"{first}, not adapted{title}" if title else f"{first}", f"{second}, adapted{title}"]
+    assert [cell.strip() for cell in table.splitlines()[0].split("|")[2:4]] == columns
+    assert f"average of 2, less {columns[0]}, 3-way 1-shot" in table
