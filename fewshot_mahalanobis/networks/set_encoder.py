@@ -95,8 +95,9 @@ class SetEncoder(nn.Module):
                 parts.append(_statistics(y))
                 if number > 0:
                     kept[index] = _max_pool(y)
-            mean, variance = _pooled(*(torch.cat(part) for part in zip(*parts, strict=True)))
-            normalise = partial(_batch_norm_relu, norm, mean, variance)
+            means, variances = (torch.cat(part) for part in zip(*parts, strict=True))
+            mean, variance = (of_all.to(weight.dtype) for of_all in _of_parts(means, variances, 0))
+            normalise = partial(_batch_norm_relu, mean, variance, norm.weight.abs(), norm.bias, norm.eps)
             ready = normalise if number > 0 else partial(_first_layer, convolve, normalise)
         of_images = torch.cat([ready(chunk).float().mean(dim=(2, 3)) for chunk in kept])
         return mean_over_set(of_images)
@@ -104,11 +105,11 @@ class SetEncoder(nn.Module):
 
 def mean_over_set(x: Tensor) -> Tensor:
     """Mean over the images of ``x`` (n, c) whose last bit does not tell their order: (c,), in the dtype of ``x``."""
-    return _wide(x).mean(dim=0).to(x.dtype)
+    return _mean(x, 0).to(x.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)  # MPS has no float64
+def _mean(x: Tensor, dim: int) -> Tensor:
+    return x.mean(dim, dtype=torch.float32 if x.device.type == "mps" else torch.float64)  # MPS has no float64
 
 
 def _statistics(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +117,8 @@ def _statistics(y: Tensor) -> tuple[Tensor, Tensor]:
     # So many images at a time that their maps stay in a processor's cache in float32 too.
     together = max(1, _CACHED_NUMBERS // y[0].numel()) if y.device.type == "cpu" else len(y)
     parts = [_row_statistics(part) for part in y.split(together)]
-    means, variances = (_wide(torch.cat(part)) for part in zip(*parts, strict=True))
-    return _pooled(means.transpose(0, 1), variances.transpose(0, 1))
+    means, variances = (torch.cat(part) for part in zip(*parts, strict=True))
+    return _of_parts(means, variances, 1)
 
 
 def _row_statistics(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,10 +128,11 @@ def _row_statistics(y: Tensor) -> tuple[Tensor, Tensor]:
     return mean, rows.sub_(mean[:, :, None]).square_().mean(dim=2)
 
 
-def _pooled(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of equally many numbers from those of each part, (p, ...) -> (...)."""
-    mean = means.mean(dim=0)
-    return mean, (variances + (means - mean).square()).mean(dim=0)
+def _of_parts(means: Tensor, variances: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of all from those of parts of one size, which lie along ``dim``."""
+    mean = _mean(means, dim)
+    between = (means - mean.to(means.dtype).unsqueeze(dim)).square_()
+    return mean, _mean(variances, dim) + _mean(between, dim)
 
 
 def _first_layer(convolve: Callable[[Tensor], Tensor], normalise: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
@@ -145,8 +147,6 @@ def _max_pool(y: Tensor) -> Tensor:
     return torch.maximum(y[..., 0:width:2], y[..., 1:width:2])
 
 
-def _batch_norm_relu(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, x: Tensor) -> Tensor:
+def _batch_norm_relu(mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, maps: Tensor) -> Tensor:
     """ReLU of BatchNorm by given statistics, of maps whose sign is that of gamma."""
-    weight = norm.weight.abs()
-    mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
-    return F.relu_(F.batch_norm(x, mean, variance, weight, norm.bias, training=False, eps=norm.eps))
+    return F.relu_(F.batch_norm(maps, mean, variance, weight, bias, training=False, eps=eps))

@@ -37,6 +37,10 @@ from fewshot_mahalanobis.networks.published import convert_published_state_dict
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
 
+#: Most images in the network at a time on a CPU. Each layer would take memory for the maps of more from the operating
+#: system, in pages that have to be cleared, and give it back.
+_MOST_IMAGES = 32
+
 GENERATORS: dict[str, type[FilmGenerator] | None] = {
     "film": FilmGenerator,
     "auto-regressive": AutoregressiveFilmGenerator,
@@ -472,7 +476,8 @@ class AdaptedTask:
     @torch.no_grad()
     def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
         """Adapted features f_theta^tau(x) of images (n, 3, h, w) in [-1, 1] -> (n, 512), float32."""
-        chunks = images.split(batch_size) if len(images) else ()
+        most = min(batch_size, _MOST_IMAGES) if self._device.type == "cpu" else batch_size
+        chunks = images.split(most) if len(images) else ()
         features = [self._extractor(_channels_last(chunk.to(self._device, self.dtype))) for chunk in chunks]
         return torch.cat(features) if features else torch.empty(0, self._extractor.out_features, device=self._device)
 
