@@ -62,8 +62,8 @@ def run(record: Record) -> list[Table]:
             "Whole task, images in and labels out",
             [*header, "of the bare network's time", "aim"],
             whole,
-            f"Fit + predict counts the set encoder in; its own time is in the next table. It took turns with the bare network "
-            f"alone for another {ROUNDS * record.repeats} rounds, for its share of whose time.",
+            "Fit + predict counts the set encoder in; its own time is in the next table. For its share of the bare network's "
+            f"time the two alone took turns for another {ROUNDS * record.repeats} rounds.",
         ),
         Table("Its parts", ["task", "precision", "part", "published way", "here", "ratio"], parts),
         Table("Memory of adapting to a support set", ["task", "precision", "peak beyond the images"], memory),
