@@ -45,9 +45,9 @@ def film_batch_norm(bn: nn.Module, x: Tensor, gamma: Tensor, beta: Tensor) -> Te
 def fold(
     conv: nn.Module,
     bn: nn.Module,
-    dtype: torch.dtype | None = None,
     gamma: Tensor | None = None,
     beta: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> nn.Conv2d:
     """One convolution with bias that computes gamma * bn(conv(x)) + beta, ``bn`` in inference mode.
 

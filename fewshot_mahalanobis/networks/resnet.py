@@ -51,10 +51,10 @@ class FilmBlock(nn.Module):
         gamma1, beta1, gamma2, beta2 = film if film is not None else (None, None, None, None)
         with torch.device("meta"):  # the convolutions are replaced: nothing to allocate
             block = FilmBlock(self.conv1.in_channels, self.conv1.out_channels, self.conv1.stride[0])
-        block.conv1, block.bn1 = fold(self.conv1, self.bn1, dtype, gamma1, beta1), nn.Identity()
-        block.conv2, block.bn2 = fold(self.conv2, self.bn2, dtype, gamma2, beta2), nn.Identity()
+        block.conv1, block.bn1 = fold(self.conv1, self.bn1, gamma1, beta1, dtype), nn.Identity()
+        block.conv2, block.bn2 = fold(self.conv2, self.bn2, gamma2, beta2, dtype), nn.Identity()
         if isinstance(self.downsample, nn.Sequential):
-            block.downsample = fold(self.downsample[0], self.downsample[1], dtype)
+            block.downsample = fold(self.downsample[0], self.downsample[1], dtype=dtype)
         return block
 
 
@@ -126,7 +126,7 @@ class FilmResNet18(nn.Module):
         """
         with torch.device("meta"):
             network = FilmResNet18()
-        network.conv1, network.bn1 = fold(self.conv1, self.bn1, dtype), nn.Identity()
+        network.conv1, network.bn1 = fold(self.conv1, self.bn1, dtype=dtype), nn.Identity()
         for index, blocks in enumerate(self.blocks):
             for number, block in enumerate(blocks):
                 network.blocks[index][number] = block.folded(None if film is None else film[index][number], dtype)
