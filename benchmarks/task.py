@@ -25,7 +25,7 @@ AIMS = {"float32": "2", "auto": "4"}
 BATCH = 64
 #: For each of the other rounds, so many in which the whole task and the bare network alone take turns: what they differ
 #: by is no more than what the machine does from minute to minute.
-ROUNDS = 3
+ROUNDS = 2
 
 
 def run(record: Record) -> list[Table]:
