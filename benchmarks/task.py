@@ -63,7 +63,7 @@ def run(record: Record) -> list[Table]:
             [*header, "of the bare network's time", "aim"],
             whole,
             "Fit + predict counts the set encoder in; its own time is in the next table. For its share of the bare "
-            f"network's time the two alone took turns for another {ROUNDS * record.repeats} rounds.",
+            "network's time the two alone took turns for more rounds.",
         ),
         Table("Its parts", ["task", "precision", "part", "published way", "here", "ratio"], parts),
         Table("Memory of adapting to a support set", ["task", "precision", "peak beyond the images"], memory),

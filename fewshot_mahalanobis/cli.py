@@ -552,8 +552,8 @@ def evaluate(
         if (method := published_method(model.config, variant))
     }
     if table is TableFormat.json:
-        found = {"records": records, "averages": averages(records, domains), "differences": gains}
-        typer.echo(json.dumps(found if several else {k: found[k] for k in ("records", "averages")}, indent=1))
+        found = {"records": records, "averages": averages(records, domains)}
+        typer.echo(json.dumps(found | ({"differences": gains} if several else {}), indent=1))
     else:
         typer.echo({"markdown": to_markdown, "latex": to_latex}[table.value](records, domains, methods, gains))
 

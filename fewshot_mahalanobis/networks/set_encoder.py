@@ -81,7 +81,7 @@ class SetEncoder(nn.Module):
 
     @torch.no_grad()
     def _in_chunks(self, support_images: Tensor, chunk_size: int) -> Tensor:
-        """The same with each convolution computed once and the unpooled maps of one chunk in memory."""
+        """The same with each convolution but the first computed once and the unpooled maps of one chunk in memory."""
         kept = list(support_images.split(chunk_size))
         ready: Callable[[Tensor], Tensor] = nn.Identity()  # from what is kept to the input of the layer
         for number, (conv, norm) in enumerate(self.layers):

@@ -71,6 +71,9 @@ def test_folded_network_equals_the_network_with_batch_norm_and_film(network, fil
         expected = network(images(3, 48), film)
         folded = network.folded(film)
         assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.modules())
+        halves, kernels = network.folded(film, torch.bfloat16).state_dict(), folded.state_dict()
+        assert all(torch.equal(halves[name], kernel.bfloat16()) for name, kernel in kernels.items())
+        assert all(half.is_contiguous(memory_format=torch.channels_last) for half in halves.values() if half.ndim == 4)
         torch.testing.assert_close(folded(images(3, 48)), expected, rtol=1e-4, atol=1e-5)
 
 
