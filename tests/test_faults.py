@@ -411,6 +411,17 @@ def test_a_spawned_worker_answers_alike_from_a_pickle_and_from_a_joblib_file(tmp
 # ----------------------------------------------------------------------------------------------- memory
 
 
+def test_a_cpu_has_at_most_32_images_in_the_network_whatever_the_batch_size() -> None:
+    for batch_size, parts in ((64, [32, 18]), (20, [20, 20, 10])):
+        classifier = tiny_classifier(batch_size=batch_size)
+        network = classifier.task_._extractor
+        network.batches.clear()
+        features = classifier.transform(pictures(50, 2))
+        assert network.batches == parts
+        alone = [classifier.transform(picture[None]) for picture in pictures(50, 2)]
+        np.testing.assert_allclose(features, np.concatenate(alone), rtol=1e-5)
+
+
 def test_queries_that_do_not_fit_into_cuda_memory_are_halved_with_one_warning() -> None:
     classifier, queries = tiny_classifier(batch_size=16), pictures(50, 2)
     expected, network = classifier.decision_function(queries), classifier.task_._extractor
