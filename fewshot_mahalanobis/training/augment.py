@@ -58,3 +58,11 @@ def random_brightness_contrast(images: Tensor, strength: float, generator: torch
     brightness = uniform((n, 1, 1, 1), -strength, strength, generator)
     mean = images.mean(dim=(1, 2, 3), keepdim=True)
     return ((images - mean) * contrast + mean + brightness).clamp_(-1, 1)
+
+
+def random_turns(images: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Turn a ``share`` of the images (n, c, s, s) by one, two or three quarters; with the quarters (n,), int64."""
+    turned = torch.rand(len(images), generator=generator) < share
+    quarters = torch.where(turned, torch.randint(1, 4, (len(images),), generator=generator), 0)
+    rotated = [torch.rot90(image, k, (1, 2)) for image, k in zip(images, quarters.tolist(), strict=True)]
+    return torch.stack(rotated), quarters

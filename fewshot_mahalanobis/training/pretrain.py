@@ -29,6 +29,7 @@ from fewshot_mahalanobis.training.augment import (
     random_brightness_contrast,
     random_flips,
     random_resized_crops,
+    random_turns,
 )
 from fewshot_mahalanobis.training.recipes import PretrainRecipe
 from fewshot_mahalanobis.training.run import (
@@ -42,10 +43,12 @@ from fewshot_mahalanobis.training.run import (
 
 #: Steps between reports; a state is saved with a report.
 REPORT_EVERY = 10
+#: Quarter turns that an image may stand in.
+TURNS = 4
 
 
-class TrainingImages(Dataset[tuple[Tensor, Tensor]]):
-    """Number -> augmented image and label; a pure function of (seed, number), so any worker of any process may make it.
+class TrainingImages(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Number -> augmented image, label and quarter turns; a pure function of (seed, number), so any worker of any process may make it.
 
     The numbers of step ``i`` are those from ``i * batch_size``; every epoch is a permutation of all images, of which
     those that fill no batch are left out.
@@ -70,7 +73,7 @@ class TrainingImages(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return self.steps * self.recipe.batch_size
 
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         recipe = self.recipe
         epoch, position = divmod(number, self.steps_per_epoch * recipe.batch_size)
         if self._permutation is None or self._permutation[0] != epoch:
@@ -85,7 +88,8 @@ class TrainingImages(Dataset[tuple[Tensor, Tensor]]):
         image = to_network_range(random_flips(crop, generator))
         if recipe.colour_jitter:
             image = random_brightness_contrast(image, recipe.colour_jitter, generator)
-        return image[0], self.labels[chosen]
+        image, turns = random_turns(image, recipe.rotation, generator)
+        return image[0], self.labels[chosen], turns[0]
 
 
 def _seed(*parts: int) -> int:
@@ -162,7 +166,9 @@ def pretrain(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         backbone = FilmResNet18()
-        model: nn.Module = nn.Sequential(backbone, nn.Linear(backbone.out_features, len(images.class_names)))
+        classes = len(images.class_names)
+        outputs = classes + TURNS if recipe.rotation else classes
+        model: nn.Module = nn.Sequential(backbone, nn.Linear(backbone.out_features, outputs))
     if accelerator.num_processes > 1:
         if place.type == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -208,15 +214,16 @@ def pretrain(
         loader, total=steps, initial=start, disable=not progress or not accelerator.is_main_process, unit="batch"
     )
     bar.set_description("pretrain")
-    for step, (batch, labels) in enumerate(bar, start):
+    for step, (batch, labels, turns) in enumerate(bar, start):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, recipe)
         batch = batch.to(place, memory_format=torch.channels_last, non_blocking=True)
         with autocast(place, recipe.precision):
             logits = network(batch)
-        loss = F.cross_entropy(
-            logits.float(), labels.to(place, non_blocking=True), label_smoothing=recipe.label_smoothing
-        )
+        of_classes, of_turns = logits.float().tensor_split([classes], dim=1)
+        loss = F.cross_entropy(of_classes, labels.to(place, non_blocking=True), label_smoothing=recipe.label_smoothing)
+        if recipe.rotation:
+            loss = loss + F.cross_entropy(of_turns, turns.to(place, non_blocking=True))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()

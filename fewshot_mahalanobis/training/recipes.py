@@ -42,6 +42,9 @@ class PretrainRecipe:
         SGD with Nesterov momentum; the learning rate rises for the share ``warmup`` of training, then falls to zero.
     min_crop_area, colour_jitter : float
         Augmentation, see :mod:`~fewshot_mahalanobis.training.augment`.
+    rotation : float
+        Share of images that are turned by one to three quarters. Where it is positive the network learns to tell the
+        turn as well, a second task on the same images (Gidaris et al., ICCV 2019).
     phases : tuple of (float, int)
         Share of training, image side in pixels.
     image_size : int
@@ -64,6 +67,7 @@ class PretrainRecipe:
     label_smoothing: float = 0.1
     min_crop_area: float = 0.35
     colour_jitter: float = 0.3
+    rotation: float = 0.0
     phases: Phases = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))
     image_size: int = 84
     precision: str = "bfloat16"
@@ -73,6 +77,8 @@ class PretrainRecipe:
         _check_sources(self.sources)
         _check_choice("precision", self.precision, PRECISIONS)
         _check_counts(self, "epochs", "batch_size", "image_size")
+        if not 0 <= self.rotation <= 1:
+            raise ValueError(f"rotation is a share of the images, from 0 to 1, not {self.rotation!r}")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from fewshot_mahalanobis.training.augment import (
     random_brightness_contrast,
     random_flips,
     random_resized_crops,
+    random_turns,
 )
 
 
@@ -64,3 +65,19 @@ def test_brightness_and_contrast_stay_in_range_and_act_on_whole_images():
         torch.testing.assert_close(line @ slope_and_shift, after[:, None], rtol=0, atol=1e-5)
         assert 0.8 <= float(slope_and_shift[0]) <= 1.2
     assert not torch.allclose(images, out, atol=0.01)
+
+
+def test_turns_are_told_and_take_their_share_of_the_images():
+    images = to_network_range(noise(2000, 4)).permute(0, 3, 1, 2)
+    turned, quarters = random_turns(images, 0.6, generator())
+    for image, result, quarter in zip(images, turned, quarters.tolist(), strict=True):
+        expected = image
+        for _ in range(quarter):  # a quarter turn to the left: rows become columns, the last column the first row
+            expected = expected.transpose(1, 2).flip(1)
+        assert torch.equal(result, expected)
+    counts = quarters.bincount(minlength=4)
+    assert 2000 * 0.4 - 88 < counts[0] < 2000 * 0.4 + 88  # 4 standard deviations
+    assert all(400 - 72 < count < 400 + 72 for count in counts[1:])
+    still, none = random_turns(images, 0.0, generator())
+    assert torch.equal(still, images)
+    assert not none.any()

@@ -1,12 +1,14 @@
 """Both training commands on a small source that the tests draw: they learn, report, start from what they are given."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from fewshot_mahalanobis import checkpoints, load_checkpoint
@@ -77,6 +79,24 @@ def test_images_follow_from_seed_and_number_and_cover_the_epoch(folder):
     for epoch in (range(48), range(48, 96)):
         assert torch.stack([images[i][1] for i in epoch]).bincount().tolist() == [8] * 6
     assert not torch.equal(TrainingImages([load_source(folder, size=40)], replace(recipe, seed=1))[2][0], images[2][0])
+
+
+def test_a_backbone_that_has_to_tell_quarter_turns_learns_to(tmp_path):
+    """Of noise whose upper half is bright nothing but the turn can be learnt: its two classes are alike."""
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 120, (64, 40, 40, 3), dtype=np.uint8)
+    pictures[:, :20] += 120
+    for number, picture in enumerate(pictures):
+        path = tmp_path / "source" / f"c{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(path)
+    source = str(tmp_path / "source")
+    settings = {**PRETRAIN, "epochs": 10, "batch_size": 32, "peak_lr": 0.02, "rotation": 0.75}
+    pretrain(PretrainRecipe((source,), **settings), tmp_path / "run", device="cpu", progress=False)
+    losses = [record["loss"] for record in log_of(tmp_path / "run")]
+    guess = math.log(2) + math.log(4)
+    assert losses[0] > 0.8 * guess
+    assert losses[-1] < guess - 0.5 * math.log(4)
 
 
 def test_sources_with_a_class_in_common_share_its_label(folder):
@@ -317,6 +337,11 @@ def test_a_gpu_by_number_is_refused_with_what_to_do(folder, tmp_path):
 def test_a_recipe_that_cannot_be_followed_is_refused_by_name(settings, message, folder, backbone, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         meta_train(meta_recipe(folder, backbone, **settings), tmp_path, device="cpu", progress=False)
+
+
+def test_a_share_of_turned_images_outside_0_to_1_is_refused():
+    with pytest.raises(ValueError, match=r"rotation is a share of the images, from 0 to 1, not 1\.5"):
+        PretrainRecipe(("a",), rotation=1.5)
 
 
 def test_one_camera_treats_every_image_of_a_task_alike():
