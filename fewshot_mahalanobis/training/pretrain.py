@@ -48,10 +48,11 @@ TURNS = 4
 
 
 class TrainingImages(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Number -> augmented image, label and quarter turns; a pure function of (seed, number), so any worker of any process may make it.
+    """Number -> augmented image, label and quarter turns.
 
-    The numbers of step ``i`` are those from ``i * batch_size``; every epoch is a permutation of all images, of which
-    those that fill no batch are left out.
+    A pure function of (seed, number), so any worker of any process may make it. The numbers of step
+    ``i`` are those from ``i * batch_size``; every epoch is a permutation of all images, of which those that fill no
+    batch are left out.
     """
 
     def __init__(self, sources: Sequence[ImageSource], recipe: PretrainRecipe) -> None:
