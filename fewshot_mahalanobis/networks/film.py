@@ -30,48 +30,45 @@ LayerFilm = Sequence[BlockFilm]
 Film = Sequence[LayerFilm]
 
 
-def film_batch_norm(bn: nn.Module, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+def film_batch_norm(bn: nn.BatchNorm2d, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     """Gamma * bn(x) + beta, with ``bn`` in inference mode whatever mode the module is in.
 
     Scale and shift stay in float32 when x is in bfloat16, where gamma = 1.002 would round to 1.
     """
-    if not isinstance(bn, nn.BatchNorm2d):
-        raise ValueError("this network is folded: its adaptation is fixed and takes no FiLM parameters")
     weight, bias = bn.weight * gamma, bn.bias * gamma + beta
     return F.batch_norm(x, bn.running_mean, bn.running_var, weight, bias, training=False, eps=bn.eps)
 
 
-@torch.no_grad()
-def fold(
-    conv: nn.Module,
-    bn: nn.Module,
-    gamma: Tensor | None = None,
-    beta: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Conv2d:
-    """One convolution with bias that computes gamma * bn(conv(x)) + beta, ``bn`` in inference mode.
+class FoldedConv(nn.Module):
+    """A convolution with bias that computes gamma * bn(conv(x)) + beta, ``bn`` in inference mode.
 
-    Its weights are channels_last, in ``dtype`` if that is given.
+    Its weights are channels_last, in ``dtype`` if that is given. It is no ``nn.Conv2d``: that would draw initial
+    weights, which takes longer than to fold.
     """
-    if not (isinstance(conv, nn.Conv2d) and isinstance(bn, nn.BatchNorm2d)):
-        raise ValueError("this network is folded already")
-    assert bn.running_mean is not None
-    assert bn.running_var is not None
-    # One number a feature map: float64 costs nothing here and saves a rounding.
-    scale = bn.weight.double() / torch.sqrt(bn.running_var.double() + bn.eps)
-    shift = bn.bias.double() - bn.running_mean.double() * scale
-    if gamma is not None and beta is not None:
-        scale, shift = scale * gamma.double(), shift * gamma.double() + beta.double()
-    folded = nn.Conv2d(
-        conv.in_channels,
-        conv.out_channels,
-        conv.kernel_size,  # type: ignore[arg-type]
-        conv.stride,  # type: ignore[arg-type]
-        conv.padding,  # type: ignore[arg-type]
-        device="meta",
-    )
-    dtype = dtype or conv.weight.dtype
-    weight = conv.weight * scale.to(conv.weight.dtype)[:, None, None, None]
-    folded.weight = nn.Parameter(weight.to(dtype, memory_format=torch.channels_last), requires_grad=False)
-    folded.bias = nn.Parameter(shift.to(dtype), requires_grad=False)
-    return folded
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        conv: nn.Conv2d,
+        bn: nn.BatchNorm2d,
+        gamma: Tensor | None = None,
+        beta: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert bn.running_mean is not None
+        assert bn.running_var is not None
+        # One number a feature map: float64 costs nothing here and saves a rounding.
+        scale = bn.weight.double() / torch.sqrt(bn.running_var.double() + bn.eps)
+        shift = bn.bias.double() - bn.running_mean.double() * scale
+        if gamma is not None and beta is not None:
+            scale, shift = scale * gamma.double(), shift * gamma.double() + beta.double()
+        dtype = dtype or conv.weight.dtype
+        weight = conv.weight * scale.to(conv.weight.dtype)[:, None, None, None]
+        self.weight = nn.Parameter(weight.to(dtype, memory_format=torch.channels_last), requires_grad=False)
+        self.bias = nn.Parameter(shift.to(dtype), requires_grad=False)
+        self.stride, self.padding = conv.stride, conv.padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding)

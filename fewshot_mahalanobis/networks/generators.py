@@ -3,6 +3,9 @@
 Bateni et al., CVPR 2020, appendix on CNAPS; Requeima et al., NeurIPS 2019. The generator proper conditions
 every residual layer on z alone. The auto-regressive one conditions layer j also on what the support set
 looks like after the already adapted layers 1 to j - 1.
+
+Both compute in float32 under autocast too: a gamma of 1.002 would round to 1, and to round weights that are multiplied
+by one vector takes longer than to multiply.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from fewshot_mahalanobis.covariance import full_precision
 from fewshot_mahalanobis.networks.film import BlockFilm, LayerFilm
 from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set
@@ -56,7 +60,7 @@ class _BlockProcessors(nn.Module):
         """What the layer is conditioned on, as one vector -> FiLM parameters of its blocks."""
         film = []
         for networks, scales in zip(self.processors, self.scales, strict=True):
-            vectors = {n: networks[n](h).float() * scales[n] for n in BlockFilm._fields}  # type: ignore[index]
+            vectors = {n: networks[n](h) * scales[n] for n in BlockFilm._fields}  # type: ignore[index]
             # gamma is generated about 1: a fresh generator leaves the network nearly as it is.
             film.append(BlockFilm(vectors["gamma1"] + 1, vectors["beta1"], vectors["gamma2"] + 1, vectors["beta2"]))
         return film
@@ -103,7 +107,8 @@ class FilmGenerator(nn.Module):
         self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
     ) -> list[LayerFilm]:
         """Z (64,) -> 4 layers of 2 BlockFilm. The support images and the extractor are not looked at."""
-        return [layer(z) for layer in self.layers]
+        with full_precision(z):
+            return [layer(z) for layer in self.layers]
 
 
 class AutoregressiveFilmGenerator(FilmGenerator):
@@ -126,7 +131,8 @@ class AutoregressiveFilmGenerator(FilmGenerator):
         maps = [extractor.stem(chunk) for chunk in support_images.split(chunk_size or len(support_images))]
         for index, layer in enumerate(self.layers):
             activations = torch.cat([chunk.float().mean(dim=(2, 3)) for chunk in maps])
-            film.append(layer(z, activations))
+            with full_precision(z):
+                film.append(layer(z, activations))
             if index + 1 < len(self.layers):
                 maps = [extractor.layer(index, chunk, film[index]) for chunk in maps]
         return film

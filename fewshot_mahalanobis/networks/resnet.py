@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.networks.film import BlockFilm, Film, LayerFilm, film_batch_norm, fold
+from fewshot_mahalanobis.networks.film import BlockFilm, Film, FoldedConv, LayerFilm, film_batch_norm
 
 #: Feature maps of the four residual layers.
 LAYER_WIDTHS = (64, 128, 256, 512)
@@ -28,9 +28,9 @@ class FilmBlock(nn.Module):
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
-        self.bn1: nn.Module = nn.BatchNorm2d(channels)
+        self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2: nn.Module = nn.BatchNorm2d(channels)
+        self.bn2 = nn.BatchNorm2d(channels)
         self.downsample: nn.Module = nn.Identity()
         if stride != 1 or in_channels != channels:
             self.downsample = nn.Sequential(
@@ -46,17 +46,6 @@ class FilmBlock(nn.Module):
             out = film_batch_norm(self.bn2, self.conv2(out), film.gamma2, film.beta2)
         return F.relu_(out.add_(self.downsample(x)))  # in place: maps are large and memory is slow
 
-    def folded(self, film: BlockFilm | None, dtype: torch.dtype | None) -> FilmBlock:
-        """A block with BatchNorm and FiLM absorbed into its convolutions."""
-        gamma1, beta1, gamma2, beta2 = film if film is not None else (None, None, None, None)
-        with torch.device("meta"):  # the convolutions are replaced: nothing to allocate
-            block = FilmBlock(self.conv1.in_channels, self.conv1.out_channels, self.conv1.stride[0])
-        block.conv1, block.bn1 = fold(self.conv1, self.bn1, gamma1, beta1, dtype), nn.Identity()
-        block.conv2, block.bn2 = fold(self.conv2, self.bn2, gamma2, beta2, dtype), nn.Identity()
-        if isinstance(self.downsample, nn.Sequential):
-            block.downsample = fold(self.downsample[0], self.downsample[1], dtype=dtype)
-        return block
-
 
 class FilmResNet18(nn.Module):
     """ResNet18 for 84 x 84 images in [-1, 1] with FiLM after the BatchNorms of its blocks.
@@ -69,7 +58,7 @@ class FilmResNet18(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, LAYER_WIDTHS[0], 5, stride=2, padding=1, bias=False)
-        self.bn1: nn.Module = nn.BatchNorm2d(LAYER_WIDTHS[0])
+        self.bn1 = nn.BatchNorm2d(LAYER_WIDTHS[0])
         self.layers = nn.ModuleList()
         in_channels = LAYER_WIDTHS[0]
         for index, channels in enumerate(LAYER_WIDTHS):
@@ -117,17 +106,50 @@ class FilmResNet18(nn.Module):
             x = self.layer(index, x, None if film is None else film[index])
         return x.float().mean(dim=(2, 3))
 
-    @torch.no_grad()
-    def folded(self, film: Film | None = None, dtype: torch.dtype | None = None) -> FilmResNet18:
-        """A copy for inference with BatchNorm and FiLM absorbed into its convolutions.
+    def folded(self, film: Film | None = None, dtype: torch.dtype | None = None) -> FoldedResNet18:
+        """The network for inference, with BatchNorm and FiLM absorbed into its convolutions.
 
         Adaptation is constant within a task, so an adapted network costs what a plain one does. Its weights are
         channels_last, in ``dtype`` if that is given.
         """
-        with torch.device("meta"):
-            network = FilmResNet18()
-        network.conv1, network.bn1 = fold(self.conv1, self.bn1, dtype=dtype), nn.Identity()
-        for index, blocks in enumerate(self.blocks):
-            for number, block in enumerate(blocks):
-                network.blocks[index][number] = block.folded(None if film is None else film[index][number], dtype)
-        return network.eval()
+        return FoldedResNet18(self, film, dtype).eval()
+
+
+class FoldedBlock(nn.Module):
+    """A :class:`FilmBlock` for inference."""
+
+    def __init__(self, block: FilmBlock, film: BlockFilm | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        gamma1, beta1, gamma2, beta2 = film if film is not None else (None, None, None, None)
+        self.conv1 = FoldedConv(block.conv1, block.bn1, gamma1, beta1, dtype)
+        self.conv2 = FoldedConv(block.conv2, block.bn2, gamma2, beta2, dtype)
+        self.downsample: nn.Module = nn.Identity()
+        if isinstance(block.downsample, nn.Sequential):
+            conv, bn = cast("tuple[nn.Conv2d, nn.BatchNorm2d]", tuple(block.downsample))
+            self.downsample = FoldedConv(conv, bn, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
+        out = self.conv2(F.relu_(self.conv1(x)))
+        return F.relu_(out.add_(self.downsample(x)))  # in place, as in FilmBlock
+
+
+class FoldedResNet18(nn.Module):
+    """A :class:`FilmResNet18` for inference, adapted to one task or to none."""
+
+    out_features = FilmResNet18.out_features
+
+    def __init__(self, network: FilmResNet18, film: Film | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.stem = FoldedConv(network.conv1, network.bn1, dtype=dtype)
+        self.blocks = nn.Sequential(
+            *(
+                FoldedBlock(block, None if film is None else film[index][number], dtype)
+                for index, layer in enumerate(network.blocks)
+                for number, block in enumerate(layer)
+            )
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (n, 3, h, w) in [-1, 1] -> features (n, 512), float32."""
+        return self.blocks(F.relu_(self.stem(images))).float().mean(dim=(2, 3))
