@@ -311,6 +311,8 @@ def _decode(images: Sequence[Any], indices: range, size: int, lock: Lock) -> NDA
 def _decode_one(images: Sequence[Any], index: int, size: int, lock: Lock) -> NDArray[np.uint8]:
     """Image ``index`` as uint8 RGB (size, size, 3)."""
     item = images[index]
+    if isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.shape == (size, size, 3):
+        return item  # as it would leave Pillow again
     try:
         if isinstance(item, str | os.PathLike):
             return read_square_array(item, size)

@@ -9,14 +9,14 @@ not image by image.
 BatchNorm and ReLU do not decrease where gamma >= 0, so they may trade places with the max pool; where
 gamma < 0 the convolution is turned around with it, as gamma y = (-gamma) (-y). So a layer takes the statistics of
 its convolution and keeps the pooled maps alone, a quarter of them, until the statistics are complete. Those of the
-first layer, 64 * 42 * 42 numbers for an image of 84 pixels, are not even kept: an eighth of the work makes them
-anew, in less time than writing them to fresh memory takes. Memory: the 64 * 21 * 21 numbers that the second layer
-leaves of an image, a third more than its pixels are, and the unpooled maps of one chunk.
+first layer, 64 * 84 * 84 numbers for an image of 84 pixels, are known before it is computed, from the covariance of the
+patches that it looks at. Memory: the 64 * 21 * 21 numbers that the second layer leaves of an image, a third more than
+its pixels are, and the unpooled maps of one chunk.
 
 In bfloat16 a last bit that differs in z is not a last bit any more once FiLM parameters and weights have been
 rounded by it, so there z should be the same bits whatever the order of the set, its chunks or the number of
-threads. Hence each row of each map is summed by itself, in float32, and the rows in float64, whose rounding is far
-below float32's.
+threads. Hence each row of each map is summed by itself, in float32, and the rows in float64, as the patches are, whose
+rounding is far below float32's.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fewshot_mahalanobis.networks.patches import patch_moments
 
 #: Length of the task representation z.
 TASK_FEATURES = 64
@@ -81,22 +83,27 @@ class SetEncoder(nn.Module):
 
     @torch.no_grad()
     def _in_chunks(self, support_images: Tensor, chunk_size: int) -> Tensor:
-        """The same with each convolution but the first computed once and the unpooled maps of one chunk in memory."""
-        kept = list(support_images.split(chunk_size))
+        """The same with each convolution computed once and the unpooled maps of one chunk in memory."""
+        place = support_images.device.type
+        dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else support_images.dtype
+        kept = list(support_images.to(dtype).split(chunk_size))
         ready: Callable[[Tensor], Tensor] = nn.Identity()  # from what is kept to the input of the layer
         for number, (conv, norm) in enumerate(self.layers):
             assert conv.bias is not None
             sign = torch.ones_like(norm.weight).copysign(norm.weight)
-            weight = conv.weight * sign[:, None, None, None]
-            convolve = partial(F.conv2d, weight=weight, bias=conv.bias * sign, padding=1)
-            parts = []
-            for index, chunk in enumerate(kept):
-                y = convolve(ready(chunk))
-                parts.append(_statistics(y))
-                if number > 0:
+            weight, bias = (conv.weight * sign[:, None, None, None]).to(dtype), (conv.bias * sign).to(dtype)
+            convolve = partial(F.conv2d, weight=weight, bias=bias, padding=1)
+            if number == 0:
+                statistics = _of_patches(kept, weight, bias)
+            else:
+                parts = []
+                for index, chunk in enumerate(kept):
+                    y = convolve(ready(chunk))
+                    parts.append(_statistics(y))
                     kept[index] = _max_pool(y)
-            means, variances = (torch.cat(part) for part in zip(*parts, strict=True))
-            mean, variance = (of_all.to(weight.dtype) for of_all in _of_parts(means, variances, 0))
+                means, variances = (torch.cat(part) for part in zip(*parts, strict=True))
+                statistics = _of_parts(means, variances, 0)
+            mean, variance = (of_all.to(norm.weight.dtype) for of_all in statistics)
             normalise = partial(_batch_norm_relu, mean, variance, norm.weight.abs(), norm.bias, norm.eps)
             ready = normalise if number > 0 else partial(_first_layer, convolve, normalise)
         of_images = torch.cat([ready(chunk).float().mean(dim=(2, 3)) for chunk in kept])
@@ -110,6 +117,13 @@ def mean_over_set(x: Tensor) -> Tensor:
 
 def _mean(x: Tensor, dim: int) -> Tensor:
     return x.mean(dim, dtype=torch.float32 if x.device.type == "mps" else torch.float64)  # MPS has no float64
+
+
+def _of_patches(images: list[Tensor], weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of the maps that a convolution will give, both (c,)."""
+    mean, covariance = patch_moments(images)
+    w = weight.flatten(1).to(mean.dtype)
+    return w @ mean + bias, ((w @ covariance) * w).sum(1).clamp_min(0)
 
 
 def _statistics(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +150,7 @@ def _of_parts(means: Tensor, variances: Tensor, dim: int) -> tuple[Tensor, Tenso
 
 
 def _first_layer(convolve: Callable[[Tensor], Tensor], normalise: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    """The first layer, again, once its statistics are known."""
+    """The first layer, whose maps are used at once."""
     return normalise(_max_pool(convolve(images)))
 
 

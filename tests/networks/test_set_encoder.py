@@ -37,12 +37,24 @@ def plain(encoder: SetEncoder, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 3, 7, 20])
 @pytest.mark.parametrize("mode", [True, False])
-def test_statistics_are_those_of_the_whole_set_whatever_the_chunk(encoder, chunk_size, mode):
+@pytest.mark.parametrize("size", [40, 33])
+def test_statistics_are_those_of_the_whole_set_whatever_the_chunk(encoder, chunk_size, mode, size):
     encoder.train(mode)
     with torch.no_grad():
-        z = encoder(images(7), chunk_size)
+        z = encoder(images(7, size), chunk_size)
         assert z.shape == (64,)
-        torch.testing.assert_close(z.double(), plain(encoder, images(7)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(z.double(), plain(encoder, images(7, size)), rtol=1e-4, atol=1e-5)
+
+
+def test_under_autocast_chunks_encode_as_the_whole_set_does(encoder):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(encoder(images(7), 3), encoder(images(7)), rtol=0.02, atol=0.01)
+
+
+def test_a_set_of_equal_blank_images_has_no_negative_variance(encoder):
+    with torch.no_grad():
+        blank = torch.zeros(3, 3, 40, 40)
+        torch.testing.assert_close(encoder(blank, 2).double(), plain(encoder, blank), rtol=1e-4, atol=1e-5)
 
 
 def test_chunks_bound_the_memory_of_a_large_set(encoder):
