@@ -254,12 +254,13 @@ class ClassGaussians:
         self.beta = float(settings.beta)
         # Distances do not change when everything moves by the task mean, and products of centred features are exact
         # where those of uncentred ones cancel.
-        self._centre = features.mean(dim=0, dtype=_working_dtype(features))
-        self._single = _single_precision(features, labels, counts, self._centre, settings)
-        if self._single is None:
+        in_single = _single_precision(features, labels, counts, settings)
+        if in_single is None:
+            self._single, self._centre = None, features.mean(dim=0, dtype=_working_dtype(features))
             self._full = _Factors(features - self._centre, labels, counts, self._centre, settings)
             means = self._full.means()
         else:
+            self._single, self._centre = in_single
             self._support = features.clone(), labels.clone(), settings  # for _full
             means = self._single.means() * math.sqrt(self.beta)
         self.means = (means + self._centre).to(self._dtype)
@@ -325,15 +326,18 @@ def _in_float32(features: Tensor, centre: Tensor, beta: float) -> Tensor:
 
 
 def _single_precision(
-    features: Tensor, labels: Tensor, counts: Tensor, centre: Tensor, settings: RegularizedCovariance
-) -> _Factors | None:
+    features: Tensor, labels: Tensor, counts: Tensor, settings: RegularizedCovariance
+) -> tuple[_Factors, Tensor] | None:
     """Factors in float32, in units of sqrt(beta), where those give the distances of float32 queries to 1e-5.
+
+    Beside them the task mean (d,) in the working precision: to float32's precision of what is left when it is taken
+    away, which is little here.
 
     Rounding moves a distance by a few 2^-24 of the condition of Q_k, which is small where beta suits the features. Not
     for gradients, which a difference quotient checks to more digits, and not for the published covariance of one
     example, which is as large as what the task mean takes away.
     """
-    if features.requires_grad or centre.dtype == torch.float32 or features.dtype == torch.float64:
+    if features.requires_grad or _working_dtype(features) == torch.float32 or features.dtype == torch.float64:
         return None
     if not _products_are_float32():
         return None
@@ -342,11 +346,13 @@ def _single_precision(
     beta = float(settings.beta)
     if not 2.0**-60 < beta < 2.0**60:  # so that lengths of about sqrt(beta) are ordinary numbers
         return None
+    nearly = features.float().mean(dim=0)
+    centre = nearly.to(_working_dtype(features)) + (features - nearly).mean(dim=0)
     x = _in_float32(features, centre, beta)
     if not torch.linalg.vector_norm(x, dim=1).max() <= _FLOAT32_LENGTH:
         return None
     try:
-        return _Factors(x, labels, counts, centre, RegularizedCovariance(1.0, settings.task_covariance))
+        return _Factors(x, labels, counts, centre, RegularizedCovariance(1.0, settings.task_covariance)), centre
     except ValueError:  # of pivots that lose too much in float32; whether they do in float64 is another question
         return None
 
@@ -609,7 +615,7 @@ class _LowRankMetric:
         distance = torch.addmm(norms, w, self.means.T, alpha=-2.0)  # ||w - w_k||^2 (m, k')
         # G_k (w - w_k), in an order (m, r, k') in which sums over r are sums of whole rows.
         along = torch.addmm(-self.means_along.T.flatten(), w, self.ridge.reduction.transpose(0, 1).flatten(0, 1).T)
-        distance = distance - along.unflatten(1, self.means_along.T.shape).square().sum(dim=1)
+        distance = distance - along.unflatten(1, self.means_along.T.shape).square_().sum(dim=1)
         kept = (distance >= _CANCELLED[w.dtype] * norms).all(dim=1)
         low, high = _SQUARES[w.dtype]
         return distance, ~(kept & (of_queries >= low) & (of_queries <= high))
@@ -640,8 +646,8 @@ def _metric(group: _ClassGroup, task: _TaskScatter, task_covariance: Tensor | No
     if task_covariance is not None and rows + 1 >= d:
         return _CholeskyMetric(group.means, _cholesky(_regularised_covariance(group, task_covariance, beta)))
     whitening = _whitening(task, task_covariance, group.task_weight, beta)
-    of_roots, means = whitening(torch.cat([group.roots.flatten(0, 1), group.means])).tensor_split([-len(group.means)])
-    ridge = _ridge(of_roots.unflatten(0, group.roots.shape[:2]))
+    means = whitening(group.means)
+    ridge = _ridge(whitening(group.roots.flatten(0, 1)).unflatten(0, group.roots.shape[:2]))
     # In memory row by row of all classes, in which order the metric multiplies them.
     ridge = _Ridge(ridge.reduction.transpose(0, 1).contiguous().transpose(0, 1), ridge.cholesky)
     along = (ridge.reduction @ means[:, :, None])[:, :, 0]

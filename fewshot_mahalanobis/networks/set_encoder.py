@@ -36,8 +36,6 @@ from fewshot_mahalanobis.networks.patches import patch_moments
 TASK_FEATURES = 64
 #: Most images of a chunk: their maps of 84 x 84 positions fit into a processor's cache.
 _MOST_IMAGES = 16
-#: Most numbers of which statistics are taken at once: the float32 maps of an image of 84 x 84 pixels, 1.8 MB.
-_CACHED_NUMBERS = 2**19
 
 
 class SetEncoder(nn.Module):
@@ -128,18 +126,9 @@ def _of_patches(images: list[Tensor], weight: Tensor, bias: Tensor) -> tuple[Ten
 
 def _statistics(y: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each image's maps (b, c, h, w), both (b, c)."""
-    # So many images at a time that their maps stay in a processor's cache in float32 too.
-    together = max(1, _CACHED_NUMBERS // y[0].numel()) if y.device.type == "cpu" else len(y)
-    parts = [_row_statistics(part) for part in y.split(together)]
-    means, variances = (torch.cat(part) for part in zip(*parts, strict=True))
-    return _of_parts(means, variances, 1)
-
-
-def _row_statistics(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each row of maps (b, c, h, w), both (b, h, c), in float32 at least."""
     rows = y.permute(0, 2, 3, 1).to(torch.promote_types(y.dtype, torch.float32), copy=True)
     mean = rows.mean(dim=2)
-    return mean, rows.sub_(mean[:, :, None]).square_().mean(dim=2)
+    return _of_parts(mean, rows.sub_(mean[:, :, None]).square_().mean(dim=2), 1)
 
 
 def _of_parts(means: Tensor, variances: Tensor, dim: int) -> tuple[Tensor, Tensor]:
