@@ -29,7 +29,7 @@ import joblib
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 #: What the last axis of an array image may hold: grey, RGB, or RGB with opacity.
@@ -70,7 +70,10 @@ def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
         What Pillow raises, of many types, where the file behind a lazily opened image is damaged.
     """
     check_header(image)
-    rgb = _to_rgb(ImageOps.exif_transpose(image))
+    image.load()  # some formats tell the orientation after the pixels
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # else a copy would come back
+        image = ImageOps.exif_transpose(image)
+    rgb = _to_rgb(image)
     if rgb.size != (size, size):
         rgb = rgb.resize((size, size), Image.Resampling.BILINEAR)
     return np.asarray(rgb)
