@@ -246,7 +246,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         """
         if not hasattr(self, "task_"):
             return self.fit(X, y)
-        batches = self._batches(X, self.model_.image_size)
+        batches = self._for_network(X)
         labels = _checked_labels(y, batches.n_images)
         kind, known = _label_kind(labels.tolist()[0]), _label_kind(self.classes_.tolist()[0])
         if kind != known:
@@ -404,13 +404,12 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         float32 ndarray of shape (m, d)
         """
         check_is_fitted(self)
-        batches = self._batches(X, self.model_.image_size)
+        batches = self._for_network(X)
         return torch.cat([features.cpu() for features in self._features(batches, "transform")]).numpy()
 
     def _logits(self, X: Any, name: str) -> Iterator[Tensor]:
         check_is_fitted(self)
-        batches = self._batches(X, self.model_.image_size)
-        for features in self._features(batches, name):
+        for features in self._features(self._for_network(X), name):
             yield self.task_.head_logits(features)
 
     def _features(self, batches: ImageBatches, name: str) -> Iterator[Tensor]:
@@ -419,8 +418,11 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             features, size = _within_memory(partial(self.task_.features, images), min(size, len(images)))
             yield features
 
-    def _batches(self, X: Any, size: int) -> ImageBatches:
-        return ImageBatches(X, size, batch_size=self.batch_size, n_jobs=self.n_jobs)
+    def _batches(self, X: Any, size: int, ahead: bool = True) -> ImageBatches:
+        return ImageBatches(X, size, batch_size=self.batch_size, n_jobs=self.n_jobs, ahead=ahead)
+
+    def _for_network(self, X: Any) -> ImageBatches:
+        return self._batches(X, self.model_.image_size, ahead=self.device_.type != "cpu")
 
     def _with_progress(self, batches: ImageBatches, name: str) -> Iterator[Tensor]:
         with tqdm(total=batches.n_images, desc=name, unit="image", disable=not self.verbose) as bar:

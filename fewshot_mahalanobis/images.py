@@ -122,8 +122,8 @@ class ImageBatches:
     """A collection of images as float32 batches (b, 3, size, size) in [-1, 1], decoded in threads.
 
     What can be told without reading pixels is checked at once, missing files included; the rest when an
-    image's turn comes. While a batch is in use the next one is decoded, and no more than these two are
-    in memory. The batches are channels_last and on the CPU; iterating again decodes again.
+    image's turn comes. No more than two batches are in memory, the one in use and the next. They are channels_last
+    and on the CPU; iterating again decodes again.
 
     Parameters
     ----------
@@ -135,6 +135,9 @@ class ImageBatches:
     n_jobs : int, optional
         Decoding threads, counted as scikit-learn does (-1: all cores). Default: the usable cores, at
         most 4.
+    ahead : bool, default=True
+        Decode the next batch while one is in use. Without it they take turns, which is faster where a batch is used by
+        all cores too: each part of their work waits for the core that also decodes.
 
     Attributes
     ----------
@@ -148,13 +151,16 @@ class ImageBatches:
         float outside [0, 1]. The message names the item.
     """
 
-    def __init__(self, images: Any, size: int, *, batch_size: int = 64, n_jobs: int | None = None) -> None:
+    def __init__(
+        self, images: Any, size: int, *, batch_size: int = 64, n_jobs: int | None = None, ahead: bool = True
+    ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
         self._images = _checked(images)
         self.n_images = len(self._images)
         self.size = size
         self.batch_size = int(batch_size)
+        self.ahead = ahead
         self.n_threads = (
             min(joblib.cpu_count(), _MOST_DEFAULT_THREADS) if n_jobs is None else joblib.effective_n_jobs(n_jobs)
         )
@@ -170,9 +176,10 @@ class ImageBatches:
                 share = -(-len(batch) // (_SHARES * self.n_threads))
                 shares = [batch[i : i + share] for i in range(0, len(batch), share)]
                 waiting.append([pool.submit(_decode, self._images, part, self.size, lock) for part in shares])
-                if len(waiting) == 2:
+                if len(waiting) > self.ahead:
                     yield _normalised(waiting.popleft())
-            yield _normalised(waiting.popleft())
+            while waiting:
+                yield _normalised(waiting.popleft())
         finally:
             pool.shutdown(cancel_futures=True)
 

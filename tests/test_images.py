@@ -239,7 +239,8 @@ def test_the_same_lazily_opened_image_may_stand_in_a_list_often(tmp_path: Path) 
     assert torch.equal(tensor, tensor_of([pixels]).expand_as(tensor))
 
 
-def test_no_more_than_two_batches_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_no_more_than_the_batch_in_use_and_the_next_are_decoded(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     taken: list[int] = []
     decode = images_module._decode_one
 
@@ -248,8 +249,8 @@ def test_no_more_than_two_batches_are_decoded_ahead(monkeypatch: pytest.MonkeyPa
         return decode(images, index, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(images_module, "_decode_one", counted)
-    for number, _ in enumerate(ImageBatches(np.zeros((50, 6, 6), np.uint8), SIZE, batch_size=5)):
-        assert len(taken) <= 5 * (number + 2)
+    for number, _ in enumerate(ImageBatches(np.zeros((50, 6, 6), np.uint8), SIZE, batch_size=5, ahead=ahead)):
+        assert len(taken) <= 5 * (number + 1 + ahead)
     assert sorted(taken) == list(range(50))
 
 
