@@ -255,14 +255,13 @@ class ClassGaussians:
         # Distances do not change when everything moves by the task mean, and products of centred features are exact
         # where those of uncentred ones cancel.
         in_single = _single_precision(features, labels, counts, settings)
+        self._support = features.clone(), labels.clone(), settings  # for what is made when it is asked for
         if in_single is None:
             self._single, self._centre = None, features.mean(dim=0, dtype=_working_dtype(features))
-            self._full = _Factors(features - self._centre, labels, counts, self._centre, settings)
-            means = self._full.means()
+            means = self._full.means
         else:
             self._single, self._centre = in_single
-            self._support = features.clone(), labels.clone(), settings  # for _full
-            means = self._single.means() * math.sqrt(self.beta)
+            means = self._single.means * math.sqrt(self.beta)
         self.means = (means + self._centre).to(self._dtype)
 
     def squared_distance(self, queries: Tensor) -> Tensor:
@@ -304,18 +303,28 @@ class ClassGaussians:
     def covariance(self) -> Tensor:
         """Q_k of every class, dense, shape (k, d, d)."""
         with full_precision(self.means):
-            return self._full.covariance().to(self._dtype)
+            return self._covariance().to(self._dtype)
 
     def precision(self) -> Tensor:
         """Inverse of Q_k of every class, dense, shape (k, d, d)."""
         with full_precision(self.means):
-            return torch.cholesky_inverse(_cholesky(self._full.covariance())).to(self._dtype)
+            return torch.cholesky_inverse(_cholesky(self._covariance())).to(self._dtype)
 
     @functools.cached_property
     def _full(self) -> _Factors:
         """The factors in the working precision; where there are some in float32, made when first asked for."""
         features, labels, settings = self._support
         return _Factors(features - self._centre, labels, self.counts, self._centre, settings)
+
+    def _covariance(self) -> Tensor:
+        """Q_k of every class, dense (k, d, d), in the working precision."""
+        features, labels, settings = self._support
+        x = features - self._centre
+        task_covariance = _TaskScatter.of(x, settings).covariance()
+        groups = _class_groups(x, labels, self.counts, self._centre, settings)
+        stacks = [_regularised_covariance(group, task_covariance, self.beta) for group in groups]
+        dense = torch.cat(stacks)[_by_class(groups)]
+        return (dense + dense.mT) / 2  # a product A^T A is symmetric but for its last bits
 
 
 def _in_float32(features: Tensor, centre: Tensor, beta: float) -> Tensor:
@@ -373,27 +382,14 @@ class _Factors:
         self, x: Tensor, labels: Tensor, counts: Tensor, centre: Tensor, settings: RegularizedCovariance
     ) -> None:
         n, d = x.shape
-        self._beta = float(settings.beta)
-        self._task = _TaskScatter(x if settings.task_covariance else x[:0], 1.0 / max(n - 1, 1))
-        task_covariance = self._task.covariance() if 2 * n >= d else None
-
-        by_class = labels.argsort(stable=True)
-        starts = counts.cumsum(0) - counts
-        self._groups: list[_ClassGroup] = []
-        self._metrics: list[_Metric] = []
-        for shots in counts.unique().tolist():
-            classes = (counts == shots).nonzero()[:, 0]
-            members = x[by_class[starts[classes, None] + torch.arange(shots, device=x.device)]]
-            group = _class_group(members, classes, centre, settings)
-            self._groups.append(group)
-            self._metrics.append(_metric(group, self._task, task_covariance, self._beta))
+        task = _TaskScatter.of(x, settings)
+        task_covariance = task.covariance() if 2 * n >= d else None
+        groups = _class_groups(x, labels, counts, centre, settings)
+        self._metrics = [_metric(group, task, task_covariance, float(settings.beta)) for group in groups]
         # Column j of the groups' concatenated results belongs to class order[j]; this puts class 0 first.
-        self._columns = torch.cat([group.classes for group in self._groups]).argsort()
-        self._longest_mean = torch.stack([group.means.square().sum(dim=1).max() for group in self._groups]).max()
-
-    def means(self) -> Tensor:
-        """Means less the task mean, (k, d)."""
-        return torch.cat([group.means for group in self._groups])[self._columns]
+        self._columns = _by_class(groups)
+        self.means = torch.cat([group.means for group in groups])[self._columns]  # less the task mean, (k, d)
+        self._longest_mean = _squared_lengths(self.means).max()
 
     def numbers_per_query(self) -> int:
         return max(metric.numbers_per_query() for metric in self._metrics)
@@ -407,16 +403,9 @@ class _Factors:
         distances, cancelled = zip(*(metric.by_products(x) for metric in self._metrics), strict=True)
         distance = self._in_order(list(distances))
         # Rounding x and mu_k has moved them by a share of their lengths, not of those of T x and T mu_k.
-        lengths = x.square().sum(dim=1) + self._longest_mean
+        lengths = _squared_lengths(x) + self._longest_mean
         rounded = ~(distance.amin(dim=1) >= _ROUNDED * lengths)
         return distance, torch.stack([*cancelled, rounded]).any(dim=0)
-
-    def covariance(self) -> Tensor:
-        """Q_k of every class, dense (k, d, d)."""
-        task_covariance = self._task.covariance()
-        stacks = [_regularised_covariance(group, task_covariance, self._beta) for group in self._groups]
-        dense = torch.cat(stacks)[self._columns]
-        return (dense + dense.mT) / 2  # a product A^T A is symmetric but for its last bits
 
     def _in_order(self, distances: list[Tensor]) -> Tensor:
         """Columns by class; those of a single group are already."""
@@ -429,6 +418,10 @@ class _TaskScatter:
 
     rows: Tensor  # centred features (n, d)
     scale: float  # 1 / (n - 1)
+
+    @classmethod
+    def of(cls, x: Tensor, settings: RegularizedCovariance) -> _TaskScatter:
+        return cls(x if settings.task_covariance else x[:0], 1.0 / max(len(x) - 1, 1))
 
     def covariance(self) -> Tensor:
         """Sigma (d, d). A symmetric matrix is half a matrix: its lower strips take 3/4 of the products."""
@@ -451,6 +444,25 @@ class _ClassGroup:
     means: Tensor  # (k', d)
     roots: Tensor  # (k', r, d): sqrt(lambda_k) A_k, so that roots^T roots = lambda_k Sigma_k
     task_weight: float  # 1 - lambda_k
+
+
+def _class_groups(
+    x: Tensor, labels: Tensor, counts: Tensor, centre: Tensor, settings: RegularizedCovariance
+) -> list[_ClassGroup]:
+    """Make the groups of classes of one shot count, from centred features (n, d), the fewest shots first."""
+    by_class = labels.argsort(stable=True)
+    starts = counts.cumsum(0) - counts
+    groups = []
+    for shots in counts.unique().tolist():
+        classes = (counts == shots).nonzero()[:, 0]
+        members = x[by_class[starts[classes, None] + torch.arange(shots, device=x.device)]]
+        groups.append(_class_group(members, classes, centre, settings))
+    return groups
+
+
+def _by_class(groups: list[_ClassGroup]) -> Tensor:
+    """Where each class (k,) stands among the groups' classes one after another."""
+    return torch.cat([group.classes for group in groups]).argsort()
 
 
 def _class_group(members: Tensor, classes: Tensor, centre: Tensor, settings: RegularizedCovariance) -> _ClassGroup:
@@ -610,7 +622,7 @@ class _LowRankMetric:
     def by_products(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Distances (m, k'), and for which queries (m,) one of them has cancelled."""
         w = self.whitening(x)
-        of_queries = w.square().sum(dim=1)
+        of_queries = _squared_lengths(w)
         norms = of_queries[:, None] + self.lengths
         distance = torch.addmm(norms, w, self.means.T, alpha=-2.0)  # ||w - w_k||^2 (m, k')
         # G_k (w - w_k), in an order (m, r, k') in which sums over r are sums of whole rows.
@@ -651,7 +663,12 @@ def _metric(group: _ClassGroup, task: _TaskScatter, task_covariance: Tensor | No
     # In memory row by row of all classes, in which order the metric multiplies them.
     ridge = _Ridge(ridge.reduction.transpose(0, 1).contiguous().transpose(0, 1), ridge.cholesky)
     along = (ridge.reduction @ means[:, :, None])[:, :, 0]
-    return _LowRankMetric(whitening, means, means.square().sum(dim=1), ridge, along)
+    return _LowRankMetric(whitening, means, _squared_lengths(means), ridge, along)
+
+
+def _squared_lengths(x: Tensor) -> Tensor:
+    """||x||^2 of the rows of ``x`` (..., d), without a matrix of squares."""
+    return torch.linalg.vector_norm(x, dim=-1).square()
 
 
 def _working_dtype(features: Tensor) -> torch.dtype:
