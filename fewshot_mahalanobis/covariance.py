@@ -389,7 +389,7 @@ class _Factors:
         # Column j of the groups' concatenated results belongs to class order[j]; this puts class 0 first.
         self._columns = _by_class(groups)
         self.means = torch.cat([group.means for group in groups])[self._columns]  # less the task mean, (k, d)
-        self._longest_mean = _squared_lengths(self.means).max()
+        self._longest_mean = self.means.square().sum(dim=1).max()
 
     def numbers_per_query(self) -> int:
         return max(metric.numbers_per_query() for metric in self._metrics)
@@ -403,7 +403,7 @@ class _Factors:
         distances, cancelled = zip(*(metric.by_products(x) for metric in self._metrics), strict=True)
         distance = self._in_order(list(distances))
         # Rounding x and mu_k has moved them by a share of their lengths, not of those of T x and T mu_k.
-        lengths = _squared_lengths(x) + self._longest_mean
+        lengths = x.square().sum(dim=1) + self._longest_mean
         rounded = ~(distance.amin(dim=1) >= _ROUNDED * lengths)
         return distance, torch.stack([*cancelled, rounded]).any(dim=0)
 
@@ -622,7 +622,7 @@ class _LowRankMetric:
     def by_products(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Distances (m, k'), and for which queries (m,) one of them has cancelled."""
         w = self.whitening(x)
-        of_queries = _squared_lengths(w)
+        of_queries = w.square().sum(dim=1)
         norms = of_queries[:, None] + self.lengths
         distance = torch.addmm(norms, w, self.means.T, alpha=-2.0)  # ||w - w_k||^2 (m, k')
         # G_k (w - w_k), in an order (m, r, k') in which sums over r are sums of whole rows.
@@ -663,12 +663,7 @@ def _metric(group: _ClassGroup, task: _TaskScatter, task_covariance: Tensor | No
     # In memory row by row of all classes, in which order the metric multiplies them.
     ridge = _Ridge(ridge.reduction.transpose(0, 1).contiguous().transpose(0, 1), ridge.cholesky)
     along = (ridge.reduction @ means[:, :, None])[:, :, 0]
-    return _LowRankMetric(whitening, means, _squared_lengths(means), ridge, along)
-
-
-def _squared_lengths(x: Tensor) -> Tensor:
-    """||x||^2 of the rows of ``x`` (..., d), without a matrix of squares."""
-    return torch.linalg.vector_norm(x, dim=-1).square()
+    return _LowRankMetric(whitening, means, means.square().sum(dim=1), ridge, along)
 
 
 def _working_dtype(features: Tensor) -> torch.dtype:
