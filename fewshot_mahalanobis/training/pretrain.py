@@ -82,7 +82,7 @@ class TrainingImages(Dataset[tuple[Tensor, Tensor, Tensor]]):
             self._permutation = (epoch, torch.randperm(len(self.labels), generator=generator))
         chosen = int(self._permutation[1][position])
         source = int(np.searchsorted(self.offsets, chosen, side="right")) - 1
-        raw = torch.from_numpy(self.images[source][chosen - int(self.offsets[source])])[None]
+        raw = torch.from_numpy(self.images[source][[chosen - int(self.offsets[source])]])
         size = image_size_at(number // recipe.batch_size / self.steps, recipe.phases)
         generator = torch.Generator().manual_seed(_seed(recipe.seed, 1, number))
         crop = random_resized_crops(raw, size, recipe.min_crop_area, generator)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 
@@ -79,6 +80,20 @@ def test_images_follow_from_seed_and_number_and_cover_the_epoch(folder):
     for epoch in (range(48), range(48, 96)):
         assert torch.stack([images[i][1] for i in epoch]).bincount().tolist() == [8] * 6
     assert not torch.equal(TrainingImages([load_source(folder, size=40)], replace(recipe, seed=1))[2][0], images[2][0])
+
+
+def test_images_decoded_when_asked_for_are_the_same_and_give_no_warning(folder):
+    recipe = PretrainRecipe((folder,), **PRETRAIN)
+    at_once = TrainingImages([load_source(folder, size=40)], recipe)
+    later = TrainingImages([load_source(folder, size=40, lazy=True)], recipe)
+    torch.set_warn_always(True)  # else PyTorch warns once in a process, and perhaps did before
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for one, other in zip(at_once[7], later[7], strict=True):
+                assert torch.equal(one, other)
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_a_backbone_that_has_to_tell_quarter_turns_learns_to(tmp_path):
