@@ -24,7 +24,7 @@ from benchmarks.tasks import drawn_images, image_sets
 from benchmarks.timing import Times, show, take_turns
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy
 from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask

@@ -15,9 +15,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fewshot_mahalanobis import load_checkpoint
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
-from fewshot_mahalanobis.evaluation.evaluate import unadapted_features
+from fewshot_mahalanobis.evaluation.accuracy import unadapted_features
 from fewshot_mahalanobis.images import to_square_array
 
 digits = load_digits()

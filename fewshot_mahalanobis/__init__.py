@@ -2,7 +2,7 @@
 
 from fewshot_mahalanobis.checkpoints import available_checkpoints, load_checkpoint
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier
 from fewshot_mahalanobis.heads import (
     CosineHead,

@@ -18,9 +18,9 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from fewshot_mahalanobis.covariance import RegularizedCovariance, check_support
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance, check_support
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
-from fewshot_mahalanobis.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 from fewshot_mahalanobis.rejection import outlier_score, rejection_threshold
 
 #: Candidates for beta, in units of the features' mean variance, strongest first: 10^2 to 10^-2.5.

@@ -37,7 +37,7 @@ from fewshot_mahalanobis.checkpoints.format import (
     read_tensors,
 )
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.networks.film import BlockFilm, Film

@@ -140,7 +140,7 @@ def fit(
         fewshot-mahalanobis fit photos/ -o flowers.safetensors --unknown-label "no flower"
     """
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-    from fewshot_mahalanobis.episodes.sources import image_files
+    from fewshot_mahalanobis.data.sources import image_files
 
     with _clear_errors():
         paths, labels = _read_csv(support) if support.suffix.lower() == ".csv" else image_files(support)
@@ -189,7 +189,7 @@ def predict(
         fewshot-mahalanobis predict flowers.safetensors 1.jpg 2.jpg --json --top-k 3
     """
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
-    from fewshot_mahalanobis.episodes.sources import images_below
+    from fewshot_mahalanobis.data.sources import images_below
 
     read: list[Path] = []
     labels: list[Any] = []
@@ -494,9 +494,9 @@ def evaluate(
     from fewshot_mahalanobis.checkpoints import load_checkpoint
     from fewshot_mahalanobis.evaluation.compare import differences, headings, joined
     from fewshot_mahalanobis.evaluation.curves import plot_curves
-    from fewshot_mahalanobis.evaluation.published import IN_DOMAIN, check_in_domain, published_method
-    from fewshot_mahalanobis.evaluation.report import averages, open_sources, to_latex, to_markdown, variants_of
-    from fewshot_mahalanobis.evaluation.report import evaluate as run
+    from fewshot_mahalanobis.evaluation.paper_figures import IN_DOMAIN, check_in_domain, published_method
+    from fewshot_mahalanobis.evaluation.tables import averages, open_sources, to_latex, to_markdown, variants_of
+    from fewshot_mahalanobis.evaluation.tables import evaluate as run
     from fewshot_mahalanobis.training.run import choose_device
 
     with _clear_errors():
@@ -572,7 +572,7 @@ def list_checkpoints() -> None:
     Example: fewshot-mahalanobis checkpoints list
     """
     from fewshot_mahalanobis.checkpoints import available_checkpoints
-    from fewshot_mahalanobis.evaluation.evaluate import markdown_table
+    from fewshot_mahalanobis.evaluation.accuracy import markdown_table
 
     rows = [
         [r.name, "in the package" if r.embedded else "downloaded when first used", r.licence, r.trained_on]
@@ -588,7 +588,7 @@ def show_checkpoint(name: Annotated[str, typer.Argument(help="A name of `checkpo
     Example: fewshot-mahalanobis checkpoints show default
     """
     from fewshot_mahalanobis.checkpoints import available_checkpoints
-    from fewshot_mahalanobis.evaluation.evaluate import markdown_table
+    from fewshot_mahalanobis.evaluation.accuracy import markdown_table
 
     with _clear_errors():
         known = available_checkpoints()
@@ -715,7 +715,7 @@ def _write_csv(rows: Sequence[Mapping[str, Any]], classes: Sequence[Any], top_k:
 @data_app.command("check")
 def data_check(root: Annotated[Path, typer.Argument(help="Folder that the data sets are in.")]) -> None:
     """List data sets and other sources in ROOT, with their classes and images, and what is missing."""
-    from fewshot_mahalanobis.episodes.check import check_data, report
+    from fewshot_mahalanobis.data.check import check_data, report
 
     with _clear_errors():
         typer.echo(report(check_data(root)))
@@ -727,7 +727,7 @@ def data_download(
     root: Annotated[Path, typer.Argument(help="Folder to put it in.")],
 ) -> None:
     """Download a data set with torchvision."""
-    from fewshot_mahalanobis.episodes.datasets import download
+    from fewshot_mahalanobis.data.datasets import download
 
     with _clear_errors():
         download(name, root)

@@ -14,9 +14,9 @@ from sklearn.datasets import load_digits
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
-from fewshot_mahalanobis.evaluation.evaluate import markdown_table
+from fewshot_mahalanobis.evaluation.accuracy import markdown_table
 from fewshot_mahalanobis.images import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 

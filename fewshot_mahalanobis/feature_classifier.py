@@ -13,7 +13,7 @@ from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from fewshot_mahalanobis.calibration import calibrate
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.rejection import labels_to_give, nearest_or_none, outlier_score
 

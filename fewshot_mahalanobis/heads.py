@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.covariance import (
+from fewshot_mahalanobis.gaussians.covariance import (
     ClassGaussians,
     RegularizedCovariance,
     check_features,
@@ -28,7 +28,7 @@ from fewshot_mahalanobis.covariance import (
     full_precision,
     result_dtype,
 )
-from fewshot_mahalanobis.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 
 State = TypeVar("State")
 

@@ -22,7 +22,7 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
@@ -436,7 +436,7 @@ def plot_accuracy(records: Sequence[Mapping[str, Any]], against: str = "shot", *
     Parameters
     ----------
     records : list of dict
-        What :func:`fewshot_mahalanobis.evaluation.report.evaluate` returns and ``fewshot-mahalanobis evaluate -o``
+        What :func:`fewshot_mahalanobis.evaluation.tables.evaluate` returns and ``fewshot-mahalanobis evaluate -o``
         writes: "source", "shot", "way" and "accuracy", which maps a variant to [mean, half-width] in per cent.
     against : {"shot", "way"}, default="shot"
         What the horizontal axis is; logarithmic.

@@ -29,7 +29,7 @@ import typer
 from numpy.typing import NDArray
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
-from fewshot_mahalanobis.episodes.sources import images_below, is_image
+from fewshot_mahalanobis.data.sources import images_below, is_image
 from fewshot_mahalanobis.images import read_square_array
 
 if TYPE_CHECKING:

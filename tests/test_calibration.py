@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis import MahalanobisClassifier
 from fewshot_mahalanobis.calibration import BETA_GRID, choose_beta, fit_temperature
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import MahalanobisHead
-from tests.test_covariance import make_task
+from tests.gaussians.test_covariance import make_task
 
 
 def drawn(true_temperature: float, n: int = 20_000, k: int = 4) -> tuple[torch.Tensor, torch.Tensor]:

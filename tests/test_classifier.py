@@ -25,7 +25,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_s
 from sklearn.utils import get_tags
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches, ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS

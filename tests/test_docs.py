@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 import fewshot_mahalanobis
 from fewshot_mahalanobis.cli import app
-from fewshot_mahalanobis.episodes.datasets import class_split
-from tests.checkpoint_server import hub_on_this_machine
-from tests.episodes import trees
+from fewshot_mahalanobis.data.datasets import class_split
+from tests.checkpoints.checkpoint_server import hub_on_this_machine
+from tests.data import trees
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, LinearHead, MahalanobisHead
 from tests import reference
-from tests.test_covariance import make_task
+from tests.gaussians.test_covariance import make_task
 
 COMPARE = {
     "euclidean": lambda x, mu: -((x - mu) ** 2).sum(),

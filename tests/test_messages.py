@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead
 
 FIT = RegularizedCovariance()

@@ -29,7 +29,7 @@ from fewshot_mahalanobis.heads import HEADS, MahalanobisHead
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
 from fewshot_mahalanobis.rejection import labels_to_give, nearest_or_none, outlier_score, rejection_threshold
 from tests import reference
-from tests.test_covariance import make_task
+from tests.gaussians.test_covariance import make_task
 from tests.tiny import LABELS, pictures, tiny_model
 
 

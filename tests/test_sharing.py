@@ -23,8 +23,8 @@ from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
 from fewshot_mahalanobis.checkpoints import CheckpointError, DownloadError, UploadError
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.sharing import leave_one_out_hits, model_card, public_checkpoint
-from tests.checkpoint_server import Hub, Server, hub_on_this_machine
-from tests.test_backbone import MEAN, SIZE, STD, classifier_on, own_network, seeded
+from tests.checkpoints.checkpoint_server import Hub, Server, hub_on_this_machine
+from tests.networks.test_backbone import MEAN, SIZE, STD, classifier_on, own_network, seeded
 
 LABELS = np.array(["blue", "green", "red", "green", "blue", "red", "green", "blue", "alone"])
 

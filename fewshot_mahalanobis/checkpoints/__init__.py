@@ -10,7 +10,7 @@ from pathlib import Path
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError, DownloadError, UploadError
 from fewshot_mahalanobis.checkpoints.format import read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.checkpoints.hub import hub_checkpoint, hub_name
-from fewshot_mahalanobis.checkpoints.published import load_published
+from fewshot_mahalanobis.checkpoints.authors_weights import load_published
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS, CheckpointRecord
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 

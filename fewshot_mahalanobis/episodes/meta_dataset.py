@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fewshot_mahalanobis.episodes.sampling import Episode, draw_images, episode_rng
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 
 #: A node of ImageNet's hierarchy that has more classes below it is not drawn: at this value every class can
 #: still be reached, and no more freedom is needed than that.

@@ -1,5 +1,5 @@
 """Evaluation: episodes -> accuracies with 95 % intervals, tables and plots."""
 
-from fewshot_mahalanobis.evaluation.evaluate import Accuracy, Variant, evaluate_source
+from fewshot_mahalanobis.evaluation.accuracy import Accuracy, Variant, evaluate_source
 
 __all__ = ["Accuracy", "Variant", "evaluate_source"]

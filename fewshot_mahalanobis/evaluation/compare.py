@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from fewshot_mahalanobis.evaluation.evaluate import Accuracy, Variant
-from fewshot_mahalanobis.evaluation.published import published_method
-from fewshot_mahalanobis.evaluation.report import averages
+from fewshot_mahalanobis.evaluation.accuracy import Accuracy, Variant
+from fewshot_mahalanobis.evaluation.paper_figures import published_method
+from fewshot_mahalanobis.evaluation.tables import averages
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 
@@ -31,7 +31,7 @@ def headings(
     ----------
     models : mapping of str to SimpleCNAPS
     variants : mapping of str to mapping of str to Variant
-        For each of them, as :func:`~fewshot_mahalanobis.evaluation.report.variants_of` gives them.
+        For each of them, as :func:`~fewshot_mahalanobis.evaluation.tables.variants_of` gives them.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def joined(
     Parameters
     ----------
     evaluations : mapping of str to list of dict
-        Checkpoint to the records of :func:`~fewshot_mahalanobis.evaluation.report.evaluate`, all for the same sources
+        Checkpoint to the records of :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`, all for the same sources
         and settings.
     columns : mapping of str to mapping of str to str
         From :func:`headings`.
@@ -68,7 +68,7 @@ def joined(
     Returns
     -------
     list of dict
-        Records as those of :func:`~fewshot_mahalanobis.evaluation.report.evaluate`, without "model".
+        Records as those of :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`, without "model".
     """
     found: list[dict[str, Any]] = []
     for records in zip(*evaluations.values(), strict=True):
@@ -91,10 +91,10 @@ def differences(
     Parameters
     ----------
     records : list of dict
-        From :func:`joined` or :func:`~fewshot_mahalanobis.evaluation.report.evaluate`.
+        From :func:`joined` or :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`.
     base : str
     in_domain : iterable of str, optional
-        As for :func:`~fewshot_mahalanobis.evaluation.report.averages`.
+        As for :func:`~fewshot_mahalanobis.evaluation.tables.averages`.
 
     Returns
     -------

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fewshot_mahalanobis.evaluation.report import averages
+from fewshot_mahalanobis.evaluation.tables import averages
 
 #: Groups of shots, or of ways, begin at the powers of this: 1, 2, 3, 4, 5, 6-7, 8-9, 10-11, 12-14, ...
 _STEP = 1.25
@@ -21,7 +21,7 @@ def pooled_curve(records: Sequence[Mapping[str, Any]], against: str) -> list[dic
     Parameters
     ----------
     records : list of dict
-        Of the variable protocol, from :func:`~fewshot_mahalanobis.evaluation.report.evaluate`.
+        Of the variable protocol, from :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`.
     against : {"shot", "way"}
 
     Returns
@@ -61,7 +61,7 @@ def plot_curves(records: Sequence[Mapping[str, Any]], folder: str | Path) -> lis
     Parameters
     ----------
     records : list of dict
-        From :func:`~fewshot_mahalanobis.evaluation.report.evaluate`, of one protocol.
+        From :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`, of one protocol.
     folder : path
         Made if absent.
 

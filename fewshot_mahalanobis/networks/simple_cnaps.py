@@ -28,12 +28,12 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator
-from fewshot_mahalanobis.networks.published import convert_published_state_dict
+from fewshot_mahalanobis.checkpoints.authors_state_dict import convert_published_state_dict
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
 

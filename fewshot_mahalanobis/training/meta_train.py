@@ -33,7 +33,7 @@ from fewshot_mahalanobis.training.run import (
     shared_out,
     start_processes,
 )
-from fewshot_mahalanobis.training.tasks import Task, TrainingTasks, ValidationTasks
+from fewshot_mahalanobis.episodes.tasks import Task, TrainingTasks, ValidationTasks
 from fewshot_mahalanobis.training.validation import better_on_most, validate
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.training.augment import (

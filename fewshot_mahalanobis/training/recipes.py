@@ -29,7 +29,7 @@ class PretrainRecipe:
     Attributes
     ----------
     sources : tuple of str
-        Where the images are, as :func:`~fewshot_mahalanobis.episodes.datasets.open_source` takes it.
+        Where the images are, as :func:`~fewshot_mahalanobis.data.datasets.open_source` takes it.
     validation : str, optional
         Source of other classes to report on.
     root : str, optional
@@ -91,7 +91,7 @@ class MetaTrainRecipe:
     ----------
     sources : tuple of str
         Where tasks come from, equally often: one that is named twice gives twice as many. As
-        :func:`~fewshot_mahalanobis.episodes.datasets.open_source` takes them, or "glyphs", which is drawn here.
+        :func:`~fewshot_mahalanobis.data.datasets.open_source` takes them, or "glyphs", which is drawn here.
     backbone : str
         ``backbone.safetensors``, which ``pretrain`` wrote, or a checkpoint (name, folder or Hub repository) whose
         backbone is taken as it is.

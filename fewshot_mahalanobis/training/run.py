@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fewshot_mahalanobis.episodes.datasets import open_source
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.datasets import open_source
+from fewshot_mahalanobis.data.sources import ImageSource
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -65,7 +65,7 @@ def open_training_source(source: str, *, root: str | None, size: int, lazy: bool
         opened = open_source(source, root=root, size=size, workers=1 if lazy else 2)
         return opened if lazy else opened.in_memory()
     try:
-        from fewshot_mahalanobis.episodes.glyphs import draw_glyphs
+        from fewshot_mahalanobis.data.glyphs import draw_glyphs
     except ImportError as error:
         raise ImportError(f'drawing glyphs needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
     return draw_glyphs(size=size)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.training.tasks import ValidationTasks
+from fewshot_mahalanobis.episodes.tasks import ValidationTasks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

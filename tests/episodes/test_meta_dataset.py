@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fewshot_mahalanobis.episodes.hierarchy import Hierarchy, sampling_graph
+from fewshot_mahalanobis.data.hierarchy import Hierarchy, sampling_graph
 from fewshot_mahalanobis.episodes.meta_dataset import (
     EVALUATION,
     MOST_LEAVES,
@@ -19,7 +19,7 @@ from fewshot_mahalanobis.episodes.meta_dataset import (
     queries_per_class,
 )
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, episode_rng
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.statistics import plot_ways_and_shots
 
 

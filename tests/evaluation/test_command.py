@@ -67,7 +67,7 @@ def test_variable_episodes_give_json_latex_and_plots_and_are_computed_once(folde
         "accuracy_by_way.png",
     ]
 
-    monkeypatch.setattr("fewshot_mahalanobis.evaluation.report.evaluate_episodes", None)
+    monkeypatch.setattr("fewshot_mahalanobis.evaluation.tables.evaluate_episodes", None)
     table = run(folder, *options, "--format", "latex", "--head", "mahalanobis")
     assert "in-domain average of 1 & " in table
     assert "cosine" not in table
@@ -133,7 +133,7 @@ def test_several_checkpoints_are_compared_on_the_same_episodes(folder, checkpoin
     lines = [f"average of 2{less}, 4-way {shot}-shot" for less in ("", ", less Simple CNAPS") for shot in (1, 2)]
     assert list(rows)[4:8] == lines
 
-    monkeypatch.setattr("fewshot_mahalanobis.evaluation.report.evaluate_episodes", None)  # nothing is computed twice
+    monkeypatch.setattr("fewshot_mahalanobis.evaluation.tables.evaluate_episodes", None)  # nothing is computed twice
     found = json.loads(evaluated("--format", "json"))
     for shot, line in ((1, lines[2]), (2, lines[3])):
         records = [record for record in found["records"] if record["shot"] == shot]

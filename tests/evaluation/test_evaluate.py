@@ -9,12 +9,12 @@ import torch
 from fewshot_mahalanobis import MahalanobisHead, ManhattanHead, RegularizedCovariance, SimpleCNAPS
 from fewshot_mahalanobis.episodes.meta_dataset import VariableEpisodes
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
-from fewshot_mahalanobis.evaluation import report as report_module
+from fewshot_mahalanobis.evaluation import tables as report_module
 from fewshot_mahalanobis.evaluation.curves import plot_curves, pooled_curve
-from fewshot_mahalanobis.evaluation.evaluate import UnadaptedFeatures, unadapted_features
-from fewshot_mahalanobis.evaluation.report import VARIANTS, evaluate, to_markdown, variants_of
+from fewshot_mahalanobis.evaluation.accuracy import UnadaptedFeatures, unadapted_features
+from fewshot_mahalanobis.evaluation.tables import VARIANTS, evaluate, to_markdown, variants_of
 from tests.tiny import tiny_model
 
 

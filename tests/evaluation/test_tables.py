@@ -6,7 +6,7 @@ import math
 import pytest
 
 from fewshot_mahalanobis.evaluation import Variant
-from fewshot_mahalanobis.evaluation.published import (
+from fewshot_mahalanobis.evaluation.paper_figures import (
     IN_DOMAIN,
     _published,
     check_in_domain,
@@ -14,7 +14,7 @@ from fewshot_mahalanobis.evaluation.published import (
     published_figure,
     published_method,
 )
-from fewshot_mahalanobis.evaluation.report import VARIANTS, averages, to_latex, to_markdown
+from fewshot_mahalanobis.evaluation.tables import VARIANTS, averages, to_latex, to_markdown
 
 INSIDE = ["ilsvrc_2012", "omniglot", "aircraft", "cu_birds", "dtd", "quickdraw", "fungi", "vgg_flower"]
 OUTSIDE = ["traffic_sign", "mscoco", "mnist", "cifar10", "cifar100"]

@@ -13,7 +13,7 @@ import typer.main
 
 from benchmarks.record import Record
 from fewshot_mahalanobis.cli import app
-from fewshot_mahalanobis.episodes.datasets import DATA_SETS
+from fewshot_mahalanobis.data.datasets import DATA_SETS
 from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe, read_settings
 
 PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("big_machines.md", "training.md")]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from fewshot_mahalanobis import checkpoints, load_checkpoint
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, episode_rng
-from fewshot_mahalanobis.episodes.sources import load_source
+from fewshot_mahalanobis.data.sources import load_source
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training import meta_train as meta_training
@@ -24,7 +24,7 @@ from fewshot_mahalanobis.training.meta_train import meta_train, scale_features_,
 from fewshot_mahalanobis.training.pretrain import TrainingImages, learning_rate, pretrain
 from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe
 from fewshot_mahalanobis.training.run import RunFolder
-from fewshot_mahalanobis.training.tasks import TrainingTasks
+from fewshot_mahalanobis.episodes.tasks import TrainingTasks
 from fewshot_mahalanobis.training.validation import better_on_most
 from tests.training.small import PRETRAIN, draw_colours, meta_recipe
 

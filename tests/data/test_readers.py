@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fewshot_mahalanobis.episodes.lazy import Bitmaps, ImageFiles, LazyImages
-from fewshot_mahalanobis.episodes.sources import load_source
+from fewshot_mahalanobis.data.readers import Bitmaps, ImageFiles, LazyImages
+from fewshot_mahalanobis.data.sources import load_source
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fewshot_mahalanobis.episodes.glyphs import draw_glyphs
-from fewshot_mahalanobis.episodes.sources import image_files, images_below, load_source
+from fewshot_mahalanobis.data.glyphs import draw_glyphs
+from fewshot_mahalanobis.data.sources import image_files, images_below, load_source
 
 
 def write_tree(root: Path, layout: dict[str, int]) -> Path:

@@ -32,11 +32,11 @@ from fewshot_mahalanobis import images as images_module
 from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
 from fewshot_mahalanobis.checkpoints import download as download_module
 from fewshot_mahalanobis.checkpoints import format as format_module
-from fewshot_mahalanobis.checkpoints import published as published_module
+from fewshot_mahalanobis.checkpoints import authors_weights as published_module
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE
-from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
+from fewshot_mahalanobis.checkpoints.authors_weights import CACHE_VARIABLE
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
-from tests.checkpoint_server import Server, git_blob_id, send
+from tests.checkpoints.checkpoint_server import Server, git_blob_id, send
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 
 needs_fork = pytest.mark.skipif(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.covariance import RegularizedCovariance
-from fewshot_mahalanobis.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 from tests import reference
-from tests.test_covariance import SETTINGS, make_task
+from tests.gaussians.test_covariance import SETTINGS, make_task
 
 
 def refitted(features: Tensor, labels: Tensor, **settings: object) -> Tensor:

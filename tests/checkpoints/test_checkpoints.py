@@ -28,10 +28,10 @@ from fewshot_mahalanobis.checkpoints import (
 )
 from fewshot_mahalanobis.checkpoints import download as download_module
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob_id, download
-from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
+from fewshot_mahalanobis.checkpoints.authors_weights import CACHE_VARIABLE
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from tests.checkpoint_server import Server, git_blob_id, go_offline, hub_on_this_machine, send, send_and_drop
+from tests.checkpoints.checkpoint_server import Server, git_blob_id, go_offline, hub_on_this_machine, send, send_and_drop
 from tests.golden import recipe
 
 FILE = bytes(range(256)) * 4096  # a megabyte, for the downloads whose contents do not matter

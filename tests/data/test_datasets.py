@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fewshot_mahalanobis.episodes import datasets
-from fewshot_mahalanobis.episodes.check import check_data, report
-from fewshot_mahalanobis.episodes.datasets import DATA_SETS, class_split, coco_box, download, open_source
+from fewshot_mahalanobis.data import datasets
+from fewshot_mahalanobis.data.check import check_data, report
+from fewshot_mahalanobis.data.datasets import DATA_SETS, class_split, coco_box, download, open_source
 from fewshot_mahalanobis.episodes.meta_dataset import EpisodeLimits, VariableEpisodes
-from fewshot_mahalanobis.episodes.sources import load_source
-from tests.episodes.trees import BUILDERS, PER_CLASS, class_folders, colour, save
+from fewshot_mahalanobis.data.sources import load_source
+from tests.data.trees import BUILDERS, PER_CLASS, class_folders, colour, save
 
 DATA = Path(os.environ.get("FEWSHOT_MAHALANOBIS_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(

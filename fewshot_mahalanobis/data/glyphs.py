@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter, map_coordinates
 
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 
 #: First and last code points of the scripts drawn: Latin, Greek, Cyrillic, Armenian, Georgian, symbols.
 SCRIPTS = (

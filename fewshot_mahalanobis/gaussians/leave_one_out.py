@@ -25,7 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.covariance import (
+from fewshot_mahalanobis.gaussians.covariance import (
     _CHUNK_NUMBERS,
     _LOST,
     RegularizedCovariance,

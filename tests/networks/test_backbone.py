@@ -26,7 +26,7 @@ from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance, SimpleCN
 from fewshot_mahalanobis.calibration import choose_beta
 from fewshot_mahalanobis.checkpoints import CheckpointError, load_checkpoint
 from fewshot_mahalanobis.heads import EuclideanHead
-from tests.checkpoint_server import Hub, hub_on_this_machine
+from tests.checkpoints.checkpoint_server import Hub, hub_on_this_machine
 
 SIZE = 32
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

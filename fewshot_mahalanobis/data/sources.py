@@ -5,7 +5,7 @@ A source is any of
 - a folder ``ROOT/<class>/<image>``;
 - a folder ``ROOT/<split>/<class>/<image>``, with ``split`` named;
 - a zip of either layout;
-- a data set that :mod:`fewshot_mahalanobis.episodes.datasets` knows by name.
+- a data set that :mod:`fewshot_mahalanobis.data.datasets` knows by name.
 
 Every image is resized to one square size, as Meta-Dataset does (Triantafillou et al., ICLR 2020), so a
 source in memory is one uint8 array: 21 kB an image at 84 x 84.
@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fewshot_mahalanobis.episodes.hierarchy import Hierarchy
-from fewshot_mahalanobis.episodes.lazy import ImageFiles, LazyImages, Reader, ZipMembers
+from fewshot_mahalanobis.data.hierarchy import Hierarchy
+from fewshot_mahalanobis.data.readers import ImageFiles, LazyImages, Reader, ZipMembers
 from fewshot_mahalanobis.images import to_network_range
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from fewshot_mahalanobis.evaluation.evaluate import Variant
+from fewshot_mahalanobis.evaluation.accuracy import Variant
 
 #: This package's names of the data sets -> the paper's.
 _DATA_SETS = {
@@ -105,7 +105,7 @@ def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
 
 
 def published_figure(method: str, record: Mapping[str, Any]) -> Figure | None:
-    """The paper's figure for one record of :func:`~fewshot_mahalanobis.evaluation.report.evaluate`, if it has one.
+    """The paper's figure for one record of :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`, if it has one.
 
     Parameters
     ----------

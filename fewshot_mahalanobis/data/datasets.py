@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fewshot_mahalanobis.episodes.hierarchy import Hierarchy, sampling_graph
-from fewshot_mahalanobis.episodes.lazy import Bitmaps, ImageFiles, ImageRows, LazyImages, Reader, ZipMembers
-from fewshot_mahalanobis.episodes.sources import ImageSource, class_folders, is_image, load_source
+from fewshot_mahalanobis.data.hierarchy import Hierarchy, sampling_graph
+from fewshot_mahalanobis.data.readers import Bitmaps, ImageFiles, ImageRows, LazyImages, Reader, ZipMembers
+from fewshot_mahalanobis.data.sources import ImageSource, class_folders, is_image, load_source
 
 
 class Listing(NamedTuple):

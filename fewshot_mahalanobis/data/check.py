@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fewshot_mahalanobis.episodes.datasets import DATA_SETS, IS_A, IS_A_URL, DataSet, class_split
-from fewshot_mahalanobis.episodes.lazy import ImageFiles
-from fewshot_mahalanobis.episodes.sources import class_folders
+from fewshot_mahalanobis.data.datasets import DATA_SETS, IS_A, IS_A_URL, DataSet, class_split
+from fewshot_mahalanobis.data.readers import ImageFiles
+from fewshot_mahalanobis.data.sources import class_folders
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Every day a few examples each, the same ones every time. A long run is
 
-    FEWSHOT_PROPERTY_EXAMPLES=5000 FEWSHOT_PROPERTY_RECORD=properties.json pytest tests/test_properties.py
+    FEWSHOT_PROPERTY_EXAMPLES=5000 FEWSHOT_PROPERTY_RECORD=properties.json pytest tests/gaussians/test_properties.py
 
 It searches in rounds of other examples, notes after each round in the record how many it has tried, and goes on there
 when started again. The number of examples of each property is printed at the end, and how many of their support sets
@@ -35,7 +35,7 @@ from sklearn.discriminant_analysis import QuadraticDiscriminantAnalysis
 from torch import Tensor
 
 from fewshot_mahalanobis import testing
-from fewshot_mahalanobis.covariance import RegularizedCovariance, _working_dtype
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance, _working_dtype
 from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier
 from fewshot_mahalanobis.heads import HEADS, EuclideanHead, Head, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.testing import (

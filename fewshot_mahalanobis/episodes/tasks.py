@@ -21,7 +21,7 @@ from fewshot_mahalanobis.episodes.sampling import (
     draw_training_shots,
     episode_rng,
 )
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.training.camera import is_grey, one_camera
 from fewshot_mahalanobis.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.training.run import image_size_at

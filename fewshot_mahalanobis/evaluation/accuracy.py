@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask, SimpleCNAPS
 

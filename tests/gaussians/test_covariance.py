@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fewshot_mahalanobis import covariance as covariance_module
-from fewshot_mahalanobis.covariance import RegularizedCovariance, class_means
+from fewshot_mahalanobis.gaussians import covariance as covariance_module
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance, class_means
 from tests import reference
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 #: Tasks of the random search; a long one sets more.
 RANDOM_TASKS = int(os.environ.get("FEWSHOT_COVARIANCE_TASKS", "40"))
 

@@ -50,7 +50,7 @@ from fewshot_mahalanobis import (
 )
 from fewshot_mahalanobis import classifier as classifier_module
 from fewshot_mahalanobis.checkpoints.format import save_checkpoint
-from fewshot_mahalanobis.episodes.sources import ImageSource
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Variant, evaluate_source
 from fewshot_mahalanobis.heads import HEADS, LinearHead
 from fewshot_mahalanobis.images import ImageBatches
@@ -58,7 +58,7 @@ from fewshot_mahalanobis.plotting import Figure, plot_class_gaussians, plot_task
 from fewshot_mahalanobis.training.meta_train import MetaTrainRecipe, meta_train
 from fewshot_mahalanobis.training.pretrain import PretrainRecipe, pretrain
 from tests.golden import recipe
-from tests.test_covariance import make_task
+from tests.gaussians.test_covariance import make_task
 
 SIZE = 32
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.cli import app
-from fewshot_mahalanobis.episodes.sources import load_source
+from fewshot_mahalanobis.data.sources import load_source
 from fewshot_mahalanobis.images import ImageBatches, ImageError
 from tests.tiny import tiny_classifier
 

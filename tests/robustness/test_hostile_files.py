@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis import classifier as classifier_module
 from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
-from fewshot_mahalanobis.episodes.sources import load_source
+from fewshot_mahalanobis.data.sources import load_source
 
 SIZE = 32
 LABELS = ["blue", "green", "red", "blue", "green"]

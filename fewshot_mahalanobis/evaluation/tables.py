@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.episodes.datasets import open_source
+from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.episodes.meta_dataset import EVALUATION, VariableEpisodes
 from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
-from fewshot_mahalanobis.episodes.sources import ImageSource
-from fewshot_mahalanobis.evaluation.evaluate import (
+from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.evaluation.accuracy import (
     Accuracy,
     Scores,
     UnadaptedFeatures,
@@ -29,7 +29,7 @@ from fewshot_mahalanobis.evaluation.evaluate import (
     head_of,
     markdown_table,
 )
-from fewshot_mahalanobis.evaluation.published import data_set_of, published_figure
+from fewshot_mahalanobis.evaluation.paper_figures import data_set_of, published_figure
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: The variants that a report compares, with the heading of their columns.
@@ -113,7 +113,7 @@ def evaluate(
     ----------
     model : SimpleCNAPS
     sources : list of str
-        As :func:`~fewshot_mahalanobis.episodes.datasets.open_source` takes them. A source of fewer than ``way`` classes
+        As :func:`~fewshot_mahalanobis.data.datasets.open_source` takes them. A source of fewer than ``way`` classes
         is evaluated with the ways it has, and says so.
     shots : list of int
         Of the fixed protocol.
@@ -410,7 +410,7 @@ def to_markdown(
         As for :func:`averages`.
     published : mapping of str to str, optional
         Variant to what the paper calls it
-        (:func:`~fewshot_mahalanobis.evaluation.published.published_method`): the paper's figures stand beside.
+        (:func:`~fewshot_mahalanobis.evaluation.paper_figures.published_method`): the paper's figures stand beside.
     gains : list of dict
         Last rows, from :func:`~fewshot_mahalanobis.evaluation.compare.differences`.
     """

@@ -1,0 +1,1 @@
+"""Image sources: what episodes are drawn from."""
