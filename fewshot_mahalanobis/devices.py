@@ -1,0 +1,120 @@
+"""Where a network runs, in which precision, and in batches of what size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from fewshot_mahalanobis.networks.resnet import FilmResNet18
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+
+Result = TypeVar("Result")
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """Device that a name stands for.
+
+    Parameters
+    ----------
+    device : str or torch.device
+        ``"auto"`` is CUDA where there is one, else the CPU.
+
+    Returns
+    -------
+    torch.device
+        With its index: "cuda:0" for "cuda".
+
+    Raises
+    ------
+    ValueError
+        No tensor can be made there.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch says "not compiled" by an assertion
+        raise ValueError(f"device {device!r} cannot be used here: {error}") from error
+
+
+def choose_dtype(precision: str, model: SimpleCNAPS) -> torch.dtype:
+    """Precision of a model's convolutions, on the device where the model is.
+
+    Parameters
+    ----------
+    precision : {"auto", "float32", "bfloat16"}
+        ``"auto"`` is bfloat16 for the FiLM ResNet18 where the device has it natively, else float32: for no other
+        network has the effect on predictions been measured.
+    model : SimpleCNAPS
+
+    Raises
+    ------
+    ValueError
+        ``precision`` is something else.
+    """
+    check_precision(precision)
+    if precision == "auto":
+        rounded = isinstance(model.feature_extractor, FilmResNet18) and native_bfloat16(model.device)
+        return torch.bfloat16 if rounded else torch.float32
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def check_precision(precision: str) -> None:
+    """Raise ValueError unless :func:`choose_dtype` takes ``precision``."""
+    if precision not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"precision must be 'auto', 'float32' or 'bfloat16', got {precision!r}")
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for convolutions in bfloat16, rather than emulating them."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    # Older versions of torch have these functions instead, some of them only one.
+    questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, question, lambda: False)() for question in questions)
+
+
+def within_memory(compute: Callable[[int], Result], batch_size: int) -> tuple[Result, int]:
+    """Call ``compute(batch_size)``, with the size halved as long as CUDA's memory does not hold such a batch.
+
+    Returns
+    -------
+    result, batch_size
+        The size is the one that worked.
+
+    Raises
+    ------
+    torch.cuda.OutOfMemoryError
+        The memory does not hold one image.
+
+    Warns
+    -----
+    UserWarning
+        The size was reduced.
+    """
+    size = batch_size
+    while True:
+        try:
+            result = compute(size)
+            break
+        except torch.cuda.OutOfMemoryError:
+            if size == 1:
+                raise
+        # Outside the handler, where the error no longer keeps the failed attempt's tensors alive.
+        torch.cuda.empty_cache()
+        size //= 2
+    if size < batch_size:
+        warnings.warn(
+            f"CUDA's memory does not hold a batch of {batch_size} images: continuing with {size} at a time. "
+            f"Set batch_size={size} to avoid the failed attempt",
+            stacklevel=2,
+        )
+    return result, size
