@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 from pathlib import Path
 
 import platformdirs
@@ -20,6 +19,7 @@ from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.format import FORMAT_VERSION, read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.checkpoints.table import CheckpointRecord
+from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Environment variable: the folder for converted checkpoints.
@@ -96,13 +96,8 @@ def _convert(record: CheckpointRecord, folder: Path) -> None:
     # The initial weights, which are overwritten, shall not advance the user's random generator.
     with torch.random.fork_rng(devices=[]):
         model = SimpleCNAPS.from_published_state_dict(state_dict)
-    temporary = folder.with_name(folder.name + ".part")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a conversion that was killed
-    try:
+    with atomic_replace(folder) as temporary:
         save_checkpoint(model, temporary, card=_CARD.format(**vars(record)))
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     if local is None:
         source.unlink()
 

@@ -10,6 +10,7 @@ import requests
 from tqdm import tqdm
 
 from fewshot_mahalanobis.checkpoints.errors import DownloadError
+from fewshot_mahalanobis.files import atomic_replace
 
 #: Environment variable: a folder that holds published files, by their base names, for use without a network.
 LOCAL_COPIES_VARIABLE = "FEWSHOT_MAHALANOBIS_CHECKPOINTS"
@@ -35,8 +36,7 @@ def blob_id(path: Path) -> str:
 def download(url: str, destination: Path, expected_blob_id: str) -> None:
     """Download one file, verified before it gets its name.
 
-    A transfer that breaks off is taken up where it broke, if the server can do that. The caller holds a lock on
-    ``destination``, so that its temporary name belongs to one download.
+    A transfer that breaks off is taken up where it broke, if the server can do that.
 
     Parameters
     ----------
@@ -54,8 +54,7 @@ def download(url: str, destination: Path, expected_blob_id: str) -> None:
     OSError
         The destination cannot be written.
     """
-    temporary = destination.with_name(destination.name + ".part")
-    try:
+    with atomic_replace(destination) as temporary:
         content_type = _stream(url, temporary, destination)
         found = blob_id(temporary)
         if found != expected_blob_id:
@@ -65,9 +64,6 @@ def download(url: str, destination: Path, expected_blob_id: str) -> None:
                 f"the server's {temporary.stat().st_size} bytes ({content_type}) are not the published file: "
                 f"git blob id {found}, expected {expected_blob_id}",
             )
-        os.replace(temporary, destination)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _stream(url: str, temporary: Path, destination: Path) -> str:

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
@@ -115,19 +115,16 @@ def save_checkpoint(
         card = _default_card(settings)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
-            temporary = Path(name)
-            save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-            (temporary / CONFIG).write_text(config, encoding="utf-8")
+        with atomic_replace(folder / CONFIG) as new_config, atomic_replace(folder / WEIGHTS) as new_weights:
+            save_file(tensors, new_weights, metadata={"format": "pt"})
+            new_config.write_text(config, encoding="utf-8")
             if card is not None:
-                (temporary / CARD).write_text(card, encoding="utf-8")
-                os.replace(temporary / CARD, folder / CARD)
+                with atomic_replace(folder / CARD) as new_card:
+                    new_card.write_text(card, encoding="utf-8")
             # New weights must never be read under old settings: if the settings differ, the old ones go
             # first, so that an interruption leaves a folder without config.json, which is an error to read.
             if (folder / CONFIG).is_file() and (folder / CONFIG).read_bytes() != config.encode():
                 (folder / CONFIG).unlink()
-            os.replace(temporary / WEIGHTS, folder / WEIGHTS)
-            os.replace(temporary / CONFIG, folder / CONFIG)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the checkpoint cannot be written: {error}") from error
 
