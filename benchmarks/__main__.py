@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.record import RESULTS, Record, Table, machine
-from fewshot_mahalanobis.evaluation.accuracy import markdown_table
+from fewshot_mahalanobis.evaluation.tables import markdown_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"

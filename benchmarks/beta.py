@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from fewshot_mahalanobis import EuclideanHead, MahalanobisHead, RegularizedCovariance, SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
-from fewshot_mahalanobis.evaluation.accuracy import Accuracy, markdown_table
+from fewshot_mahalanobis.evaluation.result import Accuracy
+from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask

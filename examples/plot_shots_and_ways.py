@@ -4,7 +4,7 @@ Accuracy against shots and ways
 
 More images a class help, more classes make a task harder: figures 5 and 6 of the paper, on handwritten digits. Here the
 network is not adapted, so that the features of every image are computed once; ``fewshot-mahalanobis evaluate`` measures
-the adapted network too, and writes the records that these pictures are drawn from.
+the adapted network too, and writes the results that such pictures are drawn from.
 """
 
 # %%
@@ -17,7 +17,8 @@ from sklearn.datasets import load_digits
 from fewshot_mahalanobis import load_checkpoint
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
-from fewshot_mahalanobis.evaluation.accuracy import unadapted_features
+from fewshot_mahalanobis.evaluation.accuracy import UnadaptedFeatures
+from fewshot_mahalanobis.evaluation.result import Row
 from fewshot_mahalanobis.images import to_square_array
 
 digits = load_digits()
@@ -27,22 +28,17 @@ squares = np.stack([to_square_array(Image.fromarray(image), 84) for image in pix
 source = ImageSource("digits", squares, digits.target[chosen].astype(np.int64), tuple("0123456789"))
 
 model = load_checkpoint("default")
-features = unadapted_features(model, source)
+features = UnadaptedFeatures(model, source)
 variants = {"Mahalanobis": Variant(False, "mahalanobis"), "Euclidean": Variant(False, "euclidean")}
 
 
-def record(way: int, shot: int) -> dict:
-    """One evaluation, as the command writes it."""
+def row(way: int, shot: int) -> Row:
+    """One evaluation: a point of the picture."""
     found = evaluate_source(
         model, source, variants.values(), way=way, shot=shot, episodes=60, queries=8, plain_features=features
     )
-    accuracies = {name: Accuracy.of(found[variant]) for name, variant in variants.items()}
-    return {
-        "source": source.name,
-        "way": way,
-        "shot": shot,
-        "accuracy": {name: [100 * a.mean, 100 * a.half_width] for name, a in accuracies.items()},
-    }
+    accuracy = {name: Accuracy.of(found[variant]) for name, variant in variants.items()}
+    return Row(name=source.name, way=way, shot=shot, accuracy=accuracy)
 
 
 # %%
@@ -51,9 +47,9 @@ def record(way: int, shot: int) -> dict:
 
 from fewshot_mahalanobis.plotting import plot_accuracy
 
-ax = plot_accuracy([record(5, shot) for shot in (1, 2, 5, 10)])
+ax = plot_accuracy([row(5, shot) for shot in (1, 2, 5, 10)])
 
 # %%
 # Against ways, with 5 shots.
 
-ax = plot_accuracy([record(way, 5) for way in (2, 3, 5, 10)], against="way")
+ax = plot_accuracy([row(way, 5) for way in (2, 3, 5, 10)], against="way")

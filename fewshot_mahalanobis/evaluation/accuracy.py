@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
+from fewshot_mahalanobis.evaluation.result import Scores
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask, SimpleCNAPS
 
@@ -24,18 +24,18 @@ _TITLES = {"euclidean": "Euclidean", "manhattan": "Manhattan", "dot_product": "d
 
 
 class Variant(NamedTuple):
-    """What is compared on one set of episodes: with or without adaptation, and which head.
+    """One way of using a model: with or without adaptation, and with which head.
 
-    The head that a model was trained with is the model's own, and "mahalanobis" has the settings of the model's config.
+    The head that the model was trained with keeps its weights; "mahalanobis" has the settings of the model's config.
 
     Attributes
     ----------
     adapt : bool
     head : str
     task_covariance : bool
-        False leaves the task's covariance out of equation 3, lambda_k = 1: the "-TR" ablation.
+        False leaves the task covariance out of equation 3 (lambda_k = 1): the "-TR" ablation.
     projection : bool
-        False leaves out the projection of a model of the "+P" variant.
+        False leaves out the projection of a "+P" model.
     """
 
     adapt: bool
@@ -52,43 +52,11 @@ class Variant(NamedTuple):
         return ", ".join(parts)
 
 
-class Accuracy(NamedTuple):
-    """Mean accuracy over episodes and the half-width of its 95 % interval, as shares of 1."""
-
-    mean: float
-    half_width: float
-    episodes: int
-
-    @classmethod
-    def of(cls, accuracies: NDArray[np.float64]) -> Accuracy:
-        """From one accuracy an episode: 1.96 standard errors, as is usual in the field."""
-        n = len(accuracies)
-        return cls(float(accuracies.mean()), float(1.96 * accuracies.std(ddof=1) / math.sqrt(n)) if n > 1 else 0.0, n)
-
-    def __str__(self) -> str:
-        return f"{100 * self.mean:.1f} ± {100 * self.half_width:.1f}"
-
-
-def unadapted_features(
-    model: SimpleCNAPS,
-    source: ImageSource,
-    *,
-    dtype: torch.dtype = torch.float32,
-    batch_size: int = 128,
-    progress: bool = False,
-) -> Tensor:
-    """Features (n, d) of every image of a source by the network without adaptation, which no task changes."""
-    task = AdaptedTask(model, None, model.head, dtype)
-    batches = np.array_split(np.arange(len(source.images)), math.ceil(len(source.images) / batch_size))
-    bar = tqdm(batches, desc=f"{source.name} features", disable=not progress, leave=False)
-    return torch.cat([task.features(source.network_input(batch), batch_size) for batch in bar])
-
-
 class UnadaptedFeatures:
-    """The same, computed for an image when it is first asked for: ``features[indices]`` -> (len(indices), d).
+    """Features of a source's images by the network without adaptation: ``features[indices]`` -> (len(indices), d).
 
-    However many episodes there are, each of their images goes through the network once. The features lie in a temporary
-    file, so memory does not grow with the source.
+    Each image goes through the network once, when it is first asked for. The features are kept in a temporary file, so
+    memory does not grow with the source.
 
     Parameters
     ----------
@@ -97,7 +65,7 @@ class UnadaptedFeatures:
     dtype : torch.dtype
         Precision of the convolutions.
     batch_size : int
-        Images in work at a time.
+        Images that go through the network at a time.
     """
 
     def __init__(
@@ -108,7 +76,7 @@ class UnadaptedFeatures:
         self._batch_size = batch_size
         n = len(source.images)
         self._known = np.zeros(n, dtype=bool)
-        with tempfile.TemporaryFile() as file:  # it lives as long as the map
+        with tempfile.TemporaryFile() as file:  # lives as long as the map
             self._features = np.memmap(file, np.float32, "w+", shape=(n, model.feature_extractor.out_features))
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Tensor:
@@ -122,34 +90,14 @@ class UnadaptedFeatures:
         return torch.from_numpy(np.array(self._features[indices]))
 
 
-class Scores(NamedTuple):
-    """What variants scored in e episodes, which have c classes altogether.
-
-    Attributes
-    ----------
-    ways : int64 array of shape (e,)
-    shots : int64 array of shape (c,)
-        Support images of each class of each episode.
-    accuracies : dict of Variant to float64 array of shape (e,)
-        Shares of an episode's queries that were labelled right.
-    class_accuracies : dict of Variant to float64 array of shape (c,)
-        Shares of a class's queries, in the order of ``shots``.
-    """
-
-    ways: NDArray[np.int64]
-    shots: NDArray[np.int64]
-    accuracies: dict[Variant, NDArray[np.float64]]
-    class_accuracies: dict[Variant, NDArray[np.float64]]
-
-
 def head_of(model: SimpleCNAPS, variant: Variant) -> Head[Any]:
-    """The head of a variant.
+    """Head of a variant.
 
     Raises
     ------
     ValueError
-        There is no such head, or it has weights and the model was not trained with it; or another head than
-        "mahalanobis" is to do without the task's covariance.
+        There is no such head; it has weights and the model was not trained with it; or it has no task covariance
+        to leave out.
     """
     if variant.head not in HEADS:
         raise ValueError(f"there is no head {variant.head!r}; there are {', '.join(HEADS)}")
@@ -189,28 +137,28 @@ def evaluate_source(
     model : SimpleCNAPS
     source : ImageSource
     variants : iterable of Variant
-        All see the same episodes.
+        Evaluated on the same episodes.
     way, shot, queries : int
-        Classes an episode, support and query images a class.
+        Classes per episode, support and query images per class.
     episodes : int
-        Episode ``i`` is a function of (seed, i).
+        Episode ``i`` is a function of (seed, i): models are compared on the same episodes.
     seed : int
     dtype : torch.dtype
         Precision of the convolutions.
     batch_size : int
-        Images in work at a time.
+        Images that go through the network at a time.
     plain_features : UnadaptedFeatures or Tensor of shape (n, d), optional
-        Features of this source without adaptation, to compute them once for several calls.
+        Features of this source without adaptation, shared between calls.
     progress : bool
         Show a progress bar.
 
     Returns
     -------
     dict of Variant to float64 array of shape (episodes,)
-        Shares of queries that were labelled right.
+        Share of correct queries in each episode.
     """
     classes = source.indices_of_class()
-    return evaluate_episodes(
+    scores = evaluate_episodes(
         model,
         source,
         variants,
@@ -220,7 +168,8 @@ def evaluate_source(
         batch_size=batch_size,
         plain_features=plain_features,
         description=f"{source.name} {way}-way {shot}-shot" if progress else None,
-    ).accuracies
+    )
+    return {variant: np.array(score.by_episode) for variant, score in scores.items()}
 
 
 def evaluate_episodes(
@@ -234,23 +183,23 @@ def evaluate_episodes(
     batch_size: int = 128,
     plain_features: UnadaptedFeatures | Tensor | None = None,
     description: str | None = None,
-) -> Scores:
-    """What every variant scores in every episode and in every class of it.
+) -> dict[Variant, Scores]:
+    """Scores of every variant over given episodes.
 
     Parameters
     ----------
     model, source, variants, dtype, batch_size, plain_features
         As for :func:`evaluate_source`.
     draw : callable
-        Index -> episode: ``VariableEpisodes(source).draw``, say.
+        Index -> episode, for example ``VariableEpisodes(source).draw``.
     episodes : int
     description : str, optional
-        Of a progress bar; none without.
+        Text of a progress bar; without it there is none.
 
     Raises
     ------
     ValueError
-        A variant's head cannot be had: see :func:`head_of`.
+        A variant has no head: see :func:`head_of`.
     """
     variants = tuple(dict.fromkeys(variants))
     heads = {variant: head_of(model, variant).to(model.device) for variant in variants}
@@ -281,19 +230,9 @@ def evaluate_episodes(
             right = predicted == episode.query_labels
             accuracies[variant].append(float(right.mean()))
             class_accuracies[variant].append(np.bincount(episode.query_labels, right, episode.way) / queries)
-    return Scores(
-        np.array(ways),
-        np.concatenate(shots),
-        {variant: np.array(values) for variant, values in accuracies.items()},
-        {variant: np.concatenate(values) for variant, values in class_accuracies.items()},
-    )
-
-
-def markdown_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """A Markdown table with columns padded to one width."""
-    widths = [max(len(str(row[i])) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(str(c).ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
-
-    return "\n".join([line(header), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *map(line, rows)])
+    return {
+        variant: Scores.of(
+            np.array(accuracies[variant]), np.array(ways), np.concatenate(class_accuracies[variant]), np.concatenate(shots)
+        )
+        for variant in variants
+    }

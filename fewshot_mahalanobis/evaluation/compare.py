@@ -1,20 +1,21 @@
 """Several checkpoints on the same episodes: a column for each, and what each gains over the first, episode by episode.
 
-The episodes of a source differ far more from each other than the accuracies of two checkpoints on one of them, so the
-interval of a difference is narrower than those of the two accuracies let expect.
+Episodes of a source differ far more than the accuracies of two checkpoints on one of them, so the interval of a
+difference is narrower than those of the two accuracies suggest.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
-from fewshot_mahalanobis.evaluation.accuracy import Accuracy, Variant
+from fewshot_mahalanobis.evaluation.accuracy import Variant
+from fewshot_mahalanobis.evaluation.averages import averaged_groups
 from fewshot_mahalanobis.evaluation.paper_figures import published_method
-from fewshot_mahalanobis.evaluation.tables import averages
+from fewshot_mahalanobis.evaluation.result import Accuracy, Result, Row
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 
@@ -23,15 +24,14 @@ def headings(
 ) -> dict[str, dict[str, str]]:
     """Headings of the columns of several checkpoints.
 
-    What the paper calls each variant, where it has a name for all of them and no two share one. Otherwise the
-    checkpoint's own name, alone where it is as trained, with its own head and adapted if it adapts, else with the
-    variant's title.
+    The paper's names of the variants, if it names all of them and each differently. Otherwise the checkpoint's own
+    name, alone for the variant that was trained (its own head, adapted if it adapts), else with the variant's title.
 
     Parameters
     ----------
     models : mapping of str to SimpleCNAPS
     variants : mapping of str to mapping of str to Variant
-        For each of them, as :func:`~fewshot_mahalanobis.evaluation.tables.variants_of` gives them.
+        The variants of each, as :func:`~fewshot_mahalanobis.evaluation.report.variants_of` gives them.
 
     Returns
     -------
@@ -42,8 +42,8 @@ def headings(
         name: {title: published_method(model.config, variant) for title, variant in variants[name].items()}
         for name, model in models.items()
     }
-    called = [method for of in methods.values() for method in of.values()]
-    if None not in called and len(set(called)) == len(called):
+    named = [method for of in methods.values() for method in of.values()]
+    if None not in named and len(set(named)) == len(named):
         return cast("dict[str, dict[str, str]]", methods)
     own = {name: Variant(model.config["adaptation"] != "none", model.config["head"]) for name, model in models.items()}
     return {
@@ -52,69 +52,55 @@ def headings(
     }
 
 
-def joined(
-    evaluations: Mapping[str, Sequence[Mapping[str, Any]]], columns: Mapping[str, Mapping[str, str]]
-) -> list[dict[str, Any]]:
-    """One record a source and number of shots with the columns of all checkpoints.
+def joined(results: Mapping[str, Sequence[Result]], columns: Mapping[str, Mapping[str, str]]) -> list[Result]:
+    """One result for each source and number of shots, with the columns of all checkpoints.
 
     Parameters
     ----------
-    evaluations : mapping of str to list of dict
-        Checkpoint to the records of :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`, all for the same sources
-        and settings.
+    results : mapping of str to list of Result
+        Checkpoint to its results, all for the same sources and settings.
     columns : mapping of str to mapping of str to str
         From :func:`headings`.
 
     Returns
     -------
-    list of dict
-        Records as those of :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`, without "model".
+    list of Result
+        Their ``model`` is empty.
     """
-    found: list[dict[str, Any]] = []
-    for records in zip(*evaluations.values(), strict=True):
-        record = {key: value for key, value in records[0].items() if key != "model"}
-        for table in [key for key, value in record.items() if isinstance(value, dict)]:
-            record[table] = {
-                columns[name][title]: value
-                for name, one in zip(evaluations, records, strict=True)
-                for title, value in one.get(table, {}).items()
-            }
-        found.append(record)
+    found = []
+    for of_source in zip(*results.values(), strict=True):
+        scores = {
+            columns[name][title]: score
+            for name, result in zip(results, of_source, strict=True)
+            for title, score in result.scores.items()
+        }
+        found.append(replace(of_source[0], model="", scores=scores))
     return found
 
 
-def differences(
-    records: Sequence[Mapping[str, Any]], base: str, in_domain: Iterable[str] | None = None
-) -> list[dict[str, Any]]:
+def differences(results: Sequence[Result], base: str, in_domain: Iterable[str] | None = None) -> list[Row]:
     """How much more accurate each column is than the column ``base``, for each of the averages.
 
     Parameters
     ----------
-    records : list of dict
-        From :func:`joined` or :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`.
+    results : list of Result
     base : str
     in_domain : iterable of str, optional
-        As for :func:`~fewshot_mahalanobis.evaluation.tables.averages`.
+        As for :func:`~fewshot_mahalanobis.evaluation.averages.averages`.
 
     Returns
     -------
-    list of dict
-        The averages, their "accuracy" a column's mean difference in per cent and the half-width of its 95 % interval,
-        from the differences within each episode. Columns whose episodes are not all on record are left out.
+    list of Row
+        Mean differences with 95 % intervals, from the differences within each episode.
     """
-    found = []
-    for average in averages(records, in_domain):
-        settings = [average.get(name) for name in ("protocol", "way", "shot")]
-        chosen = [
-            r.get("by_episode", {})
-            for r in records
-            if r["source"] in average["sources"] and [r.get(name) for name in ("protocol", "way", "shot")] == settings
-        ]
-        gains: dict[str, list[float]] = {}
-        for title in average["accuracy"]:
-            if title != base and all(title in episodes and base in episodes for episodes in chosen):
-                sources = [Accuracy.of(np.subtract(episodes[title], episodes[base])) for episodes in chosen]
-                spread = math.hypot(*(one.half_width for one in sources)) / len(sources)
-                gains[title] = [float(np.mean([one.mean for one in sources])), spread]
-        found.append(average | {"source": f"{average['source']}, less {base}", "accuracy": gains})
-    return found
+    rows = []
+    for title, group in averaged_groups(results, in_domain):
+        shared = [m for m in group[0].scores if m != base and all(m in r.scores and base in r.scores for r in group)]
+        gains = {method: Accuracy.averaged([_gain(result, method, base) for result in group]) for method in shared}
+        sources = tuple(result.source for result in group)
+        rows.append(replace(group[0].row, name=f"{title}, less {base}", accuracy=gains, sources=sources))
+    return rows
+
+
+def _gain(result: Result, method: str, base: str) -> Accuracy:
+    return Accuracy.of(np.subtract(result.scores[method].by_episode, result.scores[base].by_episode))

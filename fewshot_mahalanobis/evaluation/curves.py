@@ -3,65 +3,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fewshot_mahalanobis.evaluation.tables import averages
+from fewshot_mahalanobis.evaluation.averages import averages
+from fewshot_mahalanobis.evaluation.result import Accuracy, Group, Result, Row
 
 #: Groups of shots, or of ways, begin at the powers of this: 1, 2, 3, 4, 5, 6-7, 8-9, 10-11, 12-14, ...
 _STEP = 1.25
 
 
-def pooled_curve(records: Sequence[Mapping[str, Any]], against: str) -> list[dict[str, Any]]:
+def pooled_curve(results: Sequence[Result], against: str) -> list[Row]:
     """Accuracy by shots, over the classes of all episodes and sources, or by ways, over all episodes.
 
     Parameters
     ----------
-    records : list of dict
-        Of the variable protocol, from :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`.
+    results : list of Result
+        Of the variable protocol.
     against : {"shot", "way"}
 
     Returns
     -------
-    list of dict
-        A record for each group of neighbouring numbers, as :func:`~fewshot_mahalanobis.plotting.plot_accuracy` takes
-        them; its number is the rounded mean of its group.
+    list of Row
+        One for each group of neighbouring numbers, at the rounded mean of the group.
     """
-    other = "way" if against == "shot" else "shot"
-    points: dict[int, dict[str, list[Sequence[float]]]] = {}
-    for record in records:
-        for variant, rows in record[f"by_{against}"].items():
-            for row in rows:
-                group = math.floor(math.log(row[0]) / math.log(_STEP) + 1e-9)
-                points.setdefault(group, {}).setdefault(variant, []).append(row)
-    found = []
-    for _, by_variant in sorted(points.items()):
-        accuracy = {}
-        for variant, rows in by_variant.items():
-            numbers, counts, means, spreads = np.array(rows, dtype=np.float64).T
-            n = counts.sum()
-            mean = (counts * means).sum() / n
-            squares = ((counts - 1) * spreads**2 + counts * (means - mean) ** 2).sum()
-            half_width = 1.96 * math.sqrt(squares / (n - 1) / n) if n > 1 else 0.0
-            accuracy[variant] = [float(mean), half_width]
-        place = round(float((counts * numbers).sum() / n))
-        found.append({"source": f"{len(records)} sources", against: place, other: None, "accuracy": accuracy})
-    return found
+    points: dict[int, dict[str, list[Group]]] = {}
+    for result in results:
+        for method, scores in result.scores.items():
+            for group in scores.by_shot if against == "shot" else scores.by_way:
+                bin_ = math.floor(math.log(group.number) / math.log(_STEP) + 1e-9)
+                points.setdefault(bin_, {}).setdefault(method, []).append(group)
+    rows = []
+    for _, by_method in sorted(points.items()):
+        accuracy = {method: _pooled(groups) for method, groups in by_method.items()}
+        groups = next(iter(by_method.values()))  # every method saw the same episodes
+        number = round(sum(g.count * g.number for g in groups) / sum(g.count for g in groups))
+        way, shot = (None, number) if against == "shot" else (number, None)
+        rows.append(Row(name=f"{len(results)} sources", way=way, shot=shot, accuracy=accuracy))
+    return rows
 
 
-def plot_curves(records: Sequence[Mapping[str, Any]], folder: str | Path) -> list[Path]:
+def _pooled(groups: Sequence[Group]) -> Accuracy:
+    """Mean and interval of all the groups' accuracies, as if they were one list."""
+    _, counts, means, deviations = np.array(groups, dtype=np.float64).T
+    n = counts.sum()
+    mean = (counts * means).sum() / n
+    squares = ((counts - 1) * deviations**2 + counts * (means - mean) ** 2).sum()
+    return Accuracy(float(mean), 1.96 * math.sqrt(squares / (n - 1) / n) if n > 1 else 0.0, int(n))
+
+
+def plot_curves(results: Sequence[Result], folder: str | Path) -> list[Path]:
     """Write ``accuracy_by_shot.png`` and ``accuracy_by_way.png``.
 
-    Of the variable protocol's records both, by the shots of classes and the ways of episodes. Of the fixed protocol's
-    records the averages over sources, by shots.
+    In the variable protocol both, by the shots of classes and the ways of episodes. In the fixed protocol the averages
+    over sources, by shots.
 
     Parameters
     ----------
-    records : list of dict
-        From :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`, of one protocol.
+    results : list of Result
+        Of one protocol.
     folder : path
         Made if absent.
 
@@ -74,11 +76,11 @@ def plot_curves(records: Sequence[Mapping[str, Any]], folder: str | Path) -> lis
 
     from fewshot_mahalanobis.plotting import plot_accuracy
 
-    variable = [record for record in records if record.get("protocol") == "variable"]
+    variable = [result for result in results if result.protocol == "variable"]
     if variable:
         curves = {against: pooled_curve(variable, against) for against in ("shot", "way")}
     else:
-        curves = {"shot": averages(records)}
+        curves = {"shot": averages(results)}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = []

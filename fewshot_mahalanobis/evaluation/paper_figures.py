@@ -1,21 +1,22 @@
-"""The paper's figures, to stand beside one's own (Bateni et al., CVPR 2020).
+"""The paper's figures, shown beside one's own (Bateni et al., CVPR 2020).
 
-A figure is shown only for what the paper measured: a network meta-trained with that head, or the pretrained network
-without adaptation. It is marked ``*`` where the episodes are of another kind than the paper's (variable ways and shots,
-at most 10 queries a class), and ``†`` where the images are others of the same domain.
+A figure is shown only if the paper measured it: a network meta-trained with that head, or the pretrained network
+without adaptation. It is marked ``*`` if the episodes are drawn in another way than the paper's (variable ways and
+shots, at most 10 queries per class), and ``†`` if the images are different ones of the same domain.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from fewshot_mahalanobis.evaluation.accuracy import Variant
+from fewshot_mahalanobis.evaluation.averages import data_set_of
+from fewshot_mahalanobis.evaluation.result import Row
 
 #: This package's names of the data sets -> the paper's.
 _DATA_SETS = {
@@ -35,14 +36,14 @@ _DATA_SETS = {
     "mini_imagenet": "mini-ImageNet",
     "tiered_imagenet": "tieredImageNet",
 }
-#: Other images of a domain, by the names that the default checkpoint's model card has for them.
+#: Other images of the same domain, by their names in the default checkpoint's model card.
 _SIMILAR = {"cub200_2010": "Birds", "dtd10": "DTD", "quickdraw345": "QuickDraw", "gtsrb": "Traffic Signs"}
 
-#: Those with figures for fixed ways and shots.
+#: Data sets for which the paper has fixed ways and shots.
 _FIXED = {"mini_imagenet", "tiered_imagenet"}
 
 _META_DATASET = tuple(_DATA_SETS)[:8]
-#: Named checkpoint -> the data sets that it was trained on (on their training classes).
+#: Named checkpoint -> the data sets it was trained on (their training classes).
 IN_DOMAIN: dict[str, tuple[str, ...]] = {
     "default": ("mini_imagenet", "tiny_imagenet", "omniglot", "cub200_2010", "quickdraw345", "dtd10"),
     "simple-cnaps-meta-dataset": _META_DATASET,
@@ -51,6 +52,7 @@ IN_DOMAIN: dict[str, tuple[str, ...]] = {
     "no-adaptation-mini-imagenet": ("mini_imagenet",),
 }
 
+#: Our heads -> the paper's names of the methods that use them.
 _HEADS = {
     "mahalanobis": "Simple CNAPS",
     "euclidean": "squared Euclidean",
@@ -59,11 +61,10 @@ _HEADS = {
     "dot_product": "dot product",
     "linear": "CNAPS",
 }
-_SPLIT = re.compile(r"(?P<name>.+?)(?:[/_](?P<split>train|valid|val|test))?")
 
 
 class Figure(NamedTuple):
-    """Accuracy and half-width of its 95 % interval, in per cent, and the marks of what differs."""
+    """Accuracy and half-width of its 95 % interval, in per cent, and the marks of differences in protocol or data."""
 
     mean: float
     half_width: float
@@ -73,26 +74,12 @@ class Figure(NamedTuple):
         return f"{self.mean:.1f} ± {self.half_width:.1f}{self.marks}"
 
 
-def data_set_of(source: str) -> tuple[str, str | None]:
-    """Name of a source -> name of its data set, and its split if it has one: "omniglot/test", "cifar100_test"."""
-    match = _SPLIT.fullmatch(source)
-    return (match["name"], match["split"]) if match else (source, None)
-
-
-def check_in_domain(names: Iterable[str], sources: Sequence[str]) -> None:
-    """Raise ValueError where one of the names is of no source."""
-    known = dict.fromkeys([*(data_set_of(source)[0] for source in sources), *sources])
-    for name in names:
-        if name not in known:
-            raise ValueError(f"no source is called {name!r}: the domains here are {', '.join(known)}")
-
-
 def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
-    """What the paper calls a variant of a model with these settings (``SimpleCNAPS.config``), if it has it."""
+    """The paper's name of a variant of a model with these settings (``SimpleCNAPS.config``), if it has one."""
     as_trained = variant.head == config["head"] and variant.task_covariance and variant.projection
     if variant.adapt and config["adaptation"] != "none" and not as_trained:
         return None  # its network was not trained with that head
-    name = _HEADS[variant.head]
+    name = _HEADS.get(variant.head, "")
     if variant.head == "mahalanobis" and not (variant.task_covariance and config["task_covariance"]):
         name += " -TR"
     if config["projection"] and variant.projection:
@@ -104,21 +91,20 @@ def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
     return name if name in _published()["methods"] else None
 
 
-def published_figure(method: str, record: Mapping[str, Any]) -> Figure | None:
-    """The paper's figure for one record of :func:`~fewshot_mahalanobis.evaluation.tables.evaluate`, if it has one.
+def published_figure(method: str, row: Row) -> Figure | None:
+    """The paper's figure for one row of a table, if it has one.
 
     Parameters
     ----------
     method : str
         From :func:`published_method`.
-    record : mapping
-        Of one source; or an average, with its sources as "sources". The figure of an average is that of the same data
-        sets in the paper, and its interval is that of their mean.
+    row : Row
+        The figure for an average is that of the same data sets in the paper, with the interval of their mean.
     """
     figures = _published()["methods"][method]
     named = []
-    for source in record.get("sources", [record["source"]]):
-        name = _paper_name(source, record)
+    for source in row.sources or (row.name,):
+        name = _paper_name(source, row)
         if name is None:
             return None
         named.append(name)
@@ -133,21 +119,21 @@ def published_figure(method: str, record: Mapping[str, Any]) -> Figure | None:
     return Figure(mean, half_width, marks)
 
 
-def _paper_name(source: str, record: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The paper's name of a source, and marks of what differs; None for what the paper has not."""
+def _paper_name(source: str, row: Row) -> tuple[str, str] | None:
+    """The paper's name of a source and the marks of what differs; None if the paper does not have it."""
     data_set, split = data_set_of(source)
     name = _DATA_SETS.get(data_set, _SIMILAR.get(data_set))
     if name is None or split not in (None, "test"):
         return None
     marks = "†" if data_set in _SIMILAR else ""
     if data_set in _FIXED:
-        return f"{name}, {record['way']}-way {record['shot']}-shot", marks
-    as_in_the_paper = record.get("protocol") == "variable" and record["queries"] == 10
+        return f"{name}, {row.way}-way {row.shot}-shot", marks
+    as_in_the_paper = row.protocol == "variable" and row.queries == 10
     return name, marks if as_in_the_paper else "*" + marks
 
 
 def _average_of(names: Sequence[str]) -> str:
-    """Which average of the paper is over these data sets, if any."""
+    """The average in the paper that is over these data sets, or ""."""
     inside, outside = _published()["in-domain"], _published()["out-of-domain"]
     known = {"in-domain": inside, "out-of-domain": outside, "overall": inside + outside}
     return next((title for title, sets in known.items() if sorted(sets) == sorted(names)), "")

@@ -1,6 +1,6 @@
 import copy
 import itertools
-import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +11,16 @@ from fewshot_mahalanobis.episodes.meta_dataset import VariableEpisodes
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
-from fewshot_mahalanobis.evaluation import tables as report_module
+from fewshot_mahalanobis.evaluation import report as report_module
+from fewshot_mahalanobis.evaluation.accuracy import UnadaptedFeatures
+from fewshot_mahalanobis.evaluation.averages import averages
 from fewshot_mahalanobis.evaluation.curves import plot_curves, pooled_curve
-from fewshot_mahalanobis.evaluation.accuracy import UnadaptedFeatures, unadapted_features
-from fewshot_mahalanobis.evaluation.tables import VARIANTS, evaluate, to_markdown, variants_of
+from fewshot_mahalanobis.evaluation.report import Settings, evaluate, variants_of
+from fewshot_mahalanobis.evaluation.result import Result, Scores, read_results, write_results
+from fewshot_mahalanobis.evaluation.tables import Report, to_markdown
 from tests.tiny import tiny_model
+
+FOUR = ["adapted", "not adapted", "adapted, Euclidean", "not adapted, Euclidean"]
 
 
 @pytest.fixture(scope="module")
@@ -70,55 +75,72 @@ def test_a_report_is_written_as_it_goes_and_continued(model, tmp_path, monkeypat
     sources = {"a": colours(), "b": colours(classes=3)}
     monkeypatch.setattr(report_module, "open_source", lambda path, root, size: sources[path])
     file = tmp_path / "results" / "r.json"
-    settings = {"way": 4, "queries": 2, "episodes": 3, "progress": False}
-    first = evaluate(model, ["a"], (1,), results=file, **settings)
-    assert first[0]["way"] == 4
-    assert json.loads(file.read_text()) == first
+    one_shot = Settings(shots=(1,), way=4, queries=2, episodes=3)
+    first = evaluate(model, ["a"], one_shot, file=file, progress=False)
+    assert first[0].way == 4
+    assert read_results(file) == first
 
     computed = []
-    real = report_module._scores
-    monkeypatch.setattr(report_module, "_scores", lambda *a: computed.append((a[3]["shot"], [*a[2]])) or real(*a))
-    both = evaluate(model, ["a"], (1, 2), results=file, **settings)
-    assert computed == [(2, [*VARIANTS])]
-    assert both[0] == first[0]
-    assert [record["shot"] for record in json.loads(file.read_text())] == [1, 2]
+    real = report_module.evaluate_episodes
 
-    # another variant is added to the same episodes; another model is another record
-    more = evaluate(
-        model, ["a"], (1,), variants=variants_of(model, ["euclidean", "cosine"], True), results=file, **settings
-    )
-    assert computed[1:] == [(1, ["adapted, cosine"])]
-    assert list(more[0]["accuracy"]) == ["adapted, Euclidean", "adapted, cosine"]
-    assert more[0]["accuracy"]["adapted, Euclidean"] == first[0]["accuracy"]["adapted, Euclidean"]
-    assert list(json.loads(file.read_text())[0]["accuracy"]) == [*VARIANTS, "adapted, cosine"]
+    def counted(model, source, variants, *rest, **options):
+        computed.append([variant.title for variant in variants])
+        return real(model, source, variants, *rest, **options)
+
+    monkeypatch.setattr(report_module, "evaluate_episodes", counted)
+    both = evaluate(model, ["a"], replace(one_shot, shots=(1, 2)), file=file, progress=False)
+    assert computed == [FOUR]
+    assert both[0] == first[0]
+    assert [result.shot for result in read_results(file)] == [1, 2]
+
+    # another variant is added to the same episodes; another model has a result of its own
+    variants = variants_of(model, ["euclidean", "cosine"], True)
+    more = evaluate(model, ["a"], one_shot, variants=variants, file=file, progress=False)
+    assert computed[1:] == [["adapted, cosine"]]
+    assert list(more[0].scores) == ["adapted, Euclidean", "adapted, cosine"]
+    assert more[0].scores["adapted, Euclidean"] == first[0].scores["adapted, Euclidean"]
+    assert list(read_results(file)[0].scores) == [*FOUR, "adapted, cosine"]
     other = copy.deepcopy(model)
     other.feature_extractor.conv1.weight.data *= -1
-    evaluate(other, ["a"], (1,), results=file, **settings)
-    assert computed[2:] == [(1, [*VARIANTS])]
-    assert len({record["model"] for record in json.loads(file.read_text())}) == 2
+    evaluate(other, ["a"], one_shot, file=file, progress=False)
+    assert computed[2:] == [FOUR]
+    assert len({result.model for result in read_results(file)}) == 2
 
 
-def test_results_of_the_first_version_are_not_computed_again(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", ["", "{}", '[{"source": "a"}]', '[{"source": "a", "way": "five"}]'])
+def test_a_file_that_holds_no_results_is_refused_by_name_and_stays(model, tmp_path, monkeypatch, text):
     monkeypatch.setattr(report_module, "open_source", lambda path, root, size: colours())
-    monkeypatch.setattr(report_module, "_scores", None)
-    key = {"source": "colours", "way": 4, "shot": 1, "queries": 2, "episodes": 3, "seed": 0, "precision": "float32"}
-    file = tmp_path / "r.json"
-    file.write_text(json.dumps([{**key, "accuracy": {name: [50.0, 1.0] for name in VARIANTS}}]))
-    records = evaluate(model, ["a"], (1,), results=file, way=4, queries=2, episodes=3, progress=False)
-    assert records == json.loads(file.read_text())
+    (tmp_path / "notes.json").write_text(text)
+    with pytest.raises(ValueError, match=r"notes\.json is no file of results"):
+        evaluate(model, ["a"], Settings(shots=(1,)), file=tmp_path / "notes.json", progress=False)
+    assert (tmp_path / "notes.json").read_text() == text
+
+
+def test_results_are_the_same_after_writing_and_reading(tmp_path):
+    rng = np.random.default_rng(0)
+    scores = Scores.of(rng.uniform(size=9), rng.integers(2, 5, 9), rng.uniform(size=30), rng.integers(1, 9, 30))
+    results = [
+        Result(source="a", protocol="fixed", way=5, shot=1, queries=10, episodes=9, seed=0, precision="float32",
+               model="0", scores={"adapted": scores}),
+        Result(source="b", protocol="variable", way=None, shot=None, queries=10, episodes=9, seed=0,
+               precision="bfloat16", model="0"),
+    ]  # fmt: skip
+    write_results(tmp_path / "r.json", results)
+    assert read_results(tmp_path / "r.json") == results
 
 
 def test_a_source_of_fewer_classes_is_evaluated_with_those_and_left_out_of_the_average(model, monkeypatch):
     sources = {"a": colours(), "b": colours(classes=3)}
     sources["b"] = ImageSource("few", sources["b"].images, sources["b"].labels, sources["b"].class_names)
     monkeypatch.setattr(report_module, "open_source", lambda path, root, size: sources[path])
-    records = evaluate(model, ["a", "b"], (1,), way=4, queries=2, episodes=3, progress=False)
-    table = to_markdown(records).splitlines()
-    assert [record["way"] for record in records] == [4, 3]
+    settings = Settings(shots=(1,), way=4, queries=2, episodes=3)
+    results = evaluate(model, ["a", "b"], settings, progress=False)
+    table = to_markdown(Report(results, averages(results))).splitlines()
+    assert [result.way for result in results] == [4, 3]
     assert table[0].split("|")[2].strip() == "adapted"
     assert "few, 3-way 1-shot" in table[3]
     assert "average of 1, 4-way 1-shot" in table[4]
-    means = ["{:.1f} ± {:.1f}".format(*records[0]["accuracy"][name]) for name in VARIANTS]
+    means = [str(results[0].scores[name].accuracy) for name in FOUR]
     assert [cell.strip() for cell in table[4].split("|")[2:-1]] == means
 
 
@@ -173,7 +195,8 @@ def test_variants_that_a_model_does_not_have_are_refused(model):
 
 def test_unadapted_features_go_through_the_network_once_and_equal_those_of_all_images():
     model, source = tiny_model(), colours(classes=5, each=4)
-    whole = unadapted_features(model, source)
+    with torch.no_grad():
+        whole = model.feature_extractor(source.network_input(np.arange(20)))
     features = UnadaptedFeatures(model, source, batch_size=3)
     network = features._task._extractor
     network.batches.clear()
@@ -185,24 +208,25 @@ def test_unadapted_features_go_through_the_network_once_and_equal_those_of_all_i
 def test_variable_episodes_are_those_of_meta_dataset_and_grouped_by_ways_and_shots(monkeypatch):
     model, source = tiny_model(), colours(classes=7, each=9, noise=120)
     monkeypatch.setattr(report_module, "open_source", lambda path, root, size: source)
-    (record,) = evaluate(model, ["a"], protocol="variable", episodes=12, seed=3, progress=False)
-    assert (record["way"], record["shot"], record["protocol"]) == (None, None, "variable")
+    (result,) = evaluate(model, ["a"], Settings(protocol="variable", episodes=12, seed=3), progress=False)
+    assert (result.way, result.shot, result.protocol) == (None, None, "variable")
     ways, shots, accuracies = {}, {}, []
     for index in range(12):
         episode = VariableEpisodes(source, seed=3).draw(index)
         labels = torch.from_numpy(episode.support_labels)
         task = model.adapt(source.network_input(episode.support), labels)
         right = task.logits(source.network_input(episode.query)).argmax(1).numpy() == episode.query_labels
-        accuracies.append(100 * right.mean())
-        ways.setdefault(episode.way, []).append(100 * right.mean())
+        accuracies.append(right.mean())
+        ways.setdefault(episode.way, []).append(right.mean())
         for k in range(episode.way):
             of_class = right[episode.query_labels == k]
-            shots.setdefault(int((labels == k).sum()), []).append(100 * of_class.mean())
-    mean, half_width = record["accuracy"]["not adapted"]
-    assert mean == pytest.approx(np.mean(accuracies))
-    assert half_width == pytest.approx(1.96 * np.std(accuracies, ddof=1) / np.sqrt(12))
-    for naive, name in ((ways, "by_way"), (shots, "by_shot")):
-        rows = {number: rest for number, *rest in record[name]["not adapted"]}
+            shots.setdefault(int((labels == k).sum()), []).append(of_class.mean())
+    scores = result.scores["not adapted"]
+    assert scores.accuracy.mean == pytest.approx(np.mean(accuracies))
+    assert scores.accuracy.half_width == pytest.approx(1.96 * np.std(accuracies, ddof=1) / np.sqrt(12))
+    assert scores.by_episode == pytest.approx(accuracies)
+    for naive, groups in ((ways, scores.by_way), (shots, scores.by_shot)):
+        rows = {number: rest for number, *rest in groups}
         assert rows.keys() == naive.keys()
         for number, values in naive.items():
             spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
@@ -213,21 +237,21 @@ def test_curves_pool_sources_as_if_their_classes_were_one_list(tmp_path):
     rng = np.random.default_rng(0)
     numbers = [rng.integers(1, 40, 200) for _ in range(2)]
     values = [rng.uniform(0, 1, 200) for _ in range(2)]
-    records = [
-        {"source": name, "protocol": "variable", "way": None, "shot": None,
-         **{by: {"adapted": report_module._grouped(n, v)} for by in ("by_way", "by_shot")}}
+    results = [
+        Result(source=name, protocol="variable", way=None, shot=None, queries=10, episodes=200, seed=0,
+               precision="float32", model="", scores={"adapted": Scores.of(v, n, v, n)})
         for name, n, v in zip("ab", numbers, values, strict=True)
     ]  # fmt: skip
-    all_numbers, all_values = np.concatenate(numbers), 100 * np.concatenate(values)
-    curve = pooled_curve(records, "shot")
+    all_numbers, all_values = np.concatenate(numbers), np.concatenate(values)
+    curve = pooled_curve(results, "shot")
     edges = [1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 19, 23, 29, 36, 45]
     groups = [(all_numbers >= low) & (all_numbers < high) for low, high in itertools.pairwise(edges)]
     for point, group in zip(curve, groups, strict=True):
         chosen = all_values[group]
-        assert point["shot"] == round(all_numbers[group].mean())
+        assert point.shot == round(all_numbers[group].mean())
         half_width = 1.96 * chosen.std(ddof=1) / np.sqrt(len(chosen))
-        assert point["accuracy"]["adapted"] == pytest.approx([chosen.mean(), half_width])
-    files = plot_curves(records, tmp_path / "plots")
+        assert point.accuracy["adapted"] == pytest.approx((chosen.mean(), half_width, len(chosen)))
+    files = plot_curves(results, tmp_path / "plots")
     assert [file.name for file in files] == ["accuracy_by_shot.png", "accuracy_by_way.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
@@ -235,6 +259,6 @@ def test_curves_pool_sources_as_if_their_classes_were_one_list(tmp_path):
 def test_two_sources_of_one_name_and_unknown_protocols_are_refused(model, monkeypatch):
     monkeypatch.setattr(report_module, "open_source", lambda path, root, size: colours())
     with pytest.raises(ValueError, match="two sources are called 'colours'"):
-        evaluate(model, ["a", "b"], (1,), way=2, queries=1, episodes=2, progress=False)
+        evaluate(model, ["a", "b"], Settings(shots=(1,), way=2, queries=1, episodes=2), progress=False)
     with pytest.raises(ValueError, match='protocol must be "fixed" or "variable"'):
-        evaluate(model, ["a"], protocol="random")
+        Settings(protocol="random")
