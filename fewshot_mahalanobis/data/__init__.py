@@ -1,1 +1,1 @@
-"""Image sources: what episodes are drawn from."""
+"""Image sources, from which episodes are drawn."""

@@ -1,4 +1,4 @@
-"""What image data a folder holds, how much of it, what is missing and where to get it."""
+"""Check a folder of image data: which sources it holds, their sizes, what is missing and where to get it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fewshot_mahalanobis.data.datasets import DATA_SETS, IS_A, IS_A_URL, DataSet, class_split
+from tabulate import tabulate
+
+from fewshot_mahalanobis.data.datasets import DATA_SETS, DataSet
+from fewshot_mahalanobis.data.layouts import IS_A, IS_A_URL, class_split
 from fewshot_mahalanobis.data.readers import ImageFiles
 from fewshot_mahalanobis.data.sources import class_folders
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of one data set, or of one other folder or zip of class folders.
+    """A data set as found on disk, or another folder or zip of class folders.
 
     Attributes
     ----------
     name : str
-        What it is opened by: the data set's name, or the path below the root.
+        The data set's name, or the path below the root: what :func:`open_source` takes.
     title : str
     folder : Path or None
-        Where it lies; None if it is missing.
+        Its location; None if it is missing.
     splits : dict of str to (int, int)
-        Split ("" where there is none) to the number of its classes that have images, and of images.
+        Split ("" without splits) to its number of classes with images, and of images.
     expected : dict of str to (int, int)
-        The same as it should be; empty if that is not known.
+        The numbers of the complete data set; empty if unknown.
     remarks : list of str
-        What is wrong or missing, with the remedy.
+        Problems and their remedies.
     """
 
     name: str
@@ -40,28 +43,28 @@ class Found:
 
 
 def check_data(root: str | Path) -> list[Found]:
-    """Look for every data set that is known by name, and for other folders and zips of class folders.
+    """Find the named data sets, and other folders and zips of class folders.
 
     Images are counted, not decoded.
 
     Parameters
     ----------
     root : path
-        Folder that the data sets are below.
+        Folder that contains the data sets.
 
     Returns
     -------
     list of Found
-        The known data sets, those that are missing too, then the others by name.
+        The named data sets, missing ones included, then the others by name.
 
     Raises
     ------
     NotADirectoryError
-        ``root`` is no folder.
+        ``root`` is not a folder.
     """
     root = Path(root)
     if not root.is_dir():
-        raise NotADirectoryError(f"no folder {str(root)!r}: give the one that the data sets' folders are in")
+        raise NotADirectoryError(f"no folder {str(root)!r}: give the folder that contains the data sets")
     found = [_check(data_set, root) for data_set in DATA_SETS.values()]
     known = {
         path.relative_to(root).parts[0]
@@ -100,7 +103,7 @@ def _check(data_set: DataSet, root: Path) -> Found:
         elif images != expected_images:
             found.remarks.append(
                 f"{split}: {images:,} images where {expected_images:,} are expected; "
-                + ("is it unpacked completely?" if images < expected_images else "is that another edition of the set?")
+                + ("is it unpacked completely?" if images < expected_images else "is this another edition?")
             )
         reader = listing.reader(there) if there else None
         if isinstance(reader, ImageFiles) and (missing := _missing_files(reader)):
@@ -110,7 +113,7 @@ def _check(data_set: DataSet, root: Path) -> Found:
             found.remarks.append(f"no {IS_A}, so episodes ignore ImageNet's hierarchy: put {IS_A_URL} in {folder}")
         if not any(folder.glob("ImageNet_*_duplicates.txt")):
             found.remarks.append(
-                "no ImageNet_*_duplicates.txt, so pictures that Birds and Caltech hold too stay in: put the lists of "
+                "no ImageNet_*_duplicates.txt, so images that are also in Birds and Caltech stay: put the lists of "
                 f"https://github.com/google-research/meta-dataset (meta_dataset/dataset_conversion) in {folder}"
             )
     return found
@@ -126,7 +129,7 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 
 
 def _missing_files(reader: ImageFiles) -> list[str]:
-    """Names of a reader that are not on the disk; lists every folder once."""
+    """Image files of a reader that do not exist; lists every folder once."""
     there: dict[str, set[str]] = {}
     missing = []
     for name in map(os.fsdecode, reader.names.tolist()):
@@ -140,7 +143,7 @@ def _missing_files(reader: ImageFiles) -> list[str]:
 
 
 def _other(path: Path) -> list[Found]:
-    """A folder or zip that no data set claims, if it holds class folders."""
+    """Find class folders in a folder or zip that belongs to no named data set."""
     try:
         folders = class_folders(path)
     except (OSError, ValueError) as error:
@@ -153,8 +156,8 @@ def _other(path: Path) -> list[Found]:
 
 
 def report(found: Sequence[Found]) -> str:
-    """The findings of :func:`check_data` as text: a table, then what is wrong and what is missing."""
-    rows = [("source", "classes", "images", "folder")]
+    """Format the findings of :func:`check_data`: a table, then remarks, then missing data sets."""
+    rows = []
     for item in found:
         for split, (classes, images) in item.splits.items():
             expected_classes, expected_images = item.expected.get(split, (classes, images))
@@ -166,8 +169,8 @@ def report(found: Sequence[Found]) -> str:
                     str(item.folder),
                 )
             )
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    header = ("source", "classes", "images", "folder")
+    lines = [tabulate(rows, header, tablefmt="plain", disable_numparse=True)]
     for heading, missing in (("Remarks", False), ("Missing", True)):
         items = [item for item in found if item.remarks and (item.folder is None) == missing]
         if items:

@@ -1,8 +1,8 @@
-"""An image source that the project draws itself: characters of many scripts with a shaky hand.
+"""A synthetic image source: characters of many scripts, distorted as if written by hand.
 
-One class is one character, one image a rendering in one of several typefaces, warped by a random smooth
-field and a random affine map. Decimal digits of every script are left out, so that digits stay an unseen
-domain. The typefaces are those that matplotlib ships.
+Each class is a character. Each image is a rendering in one of several typefaces, warped by a random affine map and a
+random smooth displacement field. Decimal digits of all scripts are excluded, so that digits stay an unseen domain. The
+typefaces are those that matplotlib ships.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scipy.ndimage import gaussian_filter, map_coordinates
 
 from fewshot_mahalanobis.data.sources import ImageSource
 
-#: First and last code points of the scripts drawn: Latin, Greek, Cyrillic, Armenian, Georgian, symbols.
+#: First and last code points of each script: Latin, Greek, Cyrillic, Armenian, Georgian, symbols.
 SCRIPTS = (
     (0x21, 0x7E),
     (0x391, 0x3C9),
@@ -39,7 +39,7 @@ TYPEFACES = (
 
 
 def draw_glyphs(images_per_class: int = 24, size: int = 84, seed: int = 0) -> ImageSource:
-    """Draw the source.
+    """Draw the image source.
 
     Parameters
     ----------
@@ -56,14 +56,14 @@ def draw_glyphs(images_per_class: int = 24, size: int = 84, seed: int = 0) -> Im
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     rng = np.random.default_rng(seed)
     faces = [ImageFont.truetype(str(fonts / f"{name}.ttf"), int(size * 0.7)) for name in TYPEFACES]
-    seen: set[bytes] = {_render("\uffff", faces[0], size).tobytes()}  # what a typeface draws for a character it lacks
+    seen: set[bytes] = {_render("\uffff", faces[0], size).tobytes()}  # the placeholder for a missing character
     characters = []
     for first, last in SCRIPTS:
         for character in map(chr, range(first, last + 1)):
             if unicodedata.category(character)[0] not in "LS" or not character.isprintable():
                 continue
             shape = _render(character, faces[0], size).tobytes()
-            if shape not in seen:  # Latin A, Greek Alpha and Cyrillic A are one picture, so one class
+            if shape not in seen:  # Latin A, Greek Alpha and Cyrillic A look alike: one class
                 seen.add(shape)
                 characters.append(character)
     images = np.empty((len(characters) * images_per_class, size, size, 3), np.uint8)
@@ -76,14 +76,14 @@ def draw_glyphs(images_per_class: int = 24, size: int = 84, seed: int = 0) -> Im
 
 
 def _render(character: str, face: ImageFont.FreeTypeFont, size: int) -> NDArray[np.uint8]:
-    """White ink on black, centred."""
+    """Draw a character centred, white on black."""
     canvas = Image.new("L", (size, size))
     ImageDraw.Draw(canvas).text((size / 2, size / 2), character, fill=255, font=face, anchor="mm")
     return np.asarray(canvas)
 
 
 def _warp(glyph: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-    """A random affine map (turn, shear, stretch, shift), a smooth random field, thicker or thinner strokes."""
+    """Apply a random affine map (rotation, shear, scale, shift), displacement field and stroke width."""
     size = len(glyph)
     turn, shear = np.deg2rad(rng.uniform(-15, 15)), rng.uniform(-0.25, 0.25)
     stretch = np.diag(rng.uniform(0.6, 1.2, 2))

@@ -1,4 +1,4 @@
-"""Which classes of a source belong together, so that an episode may be drawn among its relatives."""
+"""Groups of related classes, from which hierarchical episodes are drawn."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Groups of related classes, as Meta-Dataset uses them (Triantafillou et al., ICLR 2020, section 3.2).
+    """Groups of related classes, as in Meta-Dataset (Triantafillou et al., ICLR 2020, section 3.2).
 
     Attributes
     ----------
     groups : tuple of tuple of int
-        Class indices of each group: the characters of an alphabet, the leaves below a synset.
+        Class indices of each group: the characters of an alphabet, or the leaves below a synset.
     whole : bool
-        An episode takes every class of one group (ImageNet), or a random number of them (Omniglot).
+        Whether an episode uses all classes of a group (ImageNet) or a random number of them (Omniglot).
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -23,12 +23,12 @@ class Hierarchy:
 
     @classmethod
     def alphabets(cls, class_names: Sequence[str]) -> Hierarchy:
-        """One group an alphabet, from class names of the form ``<alphabet>.<character>``.
+        """Make one group per alphabet, from class names of the form ``<alphabet>.<character>``.
 
         Raises
         ------
         ValueError
-            A class name has no full stop.
+            A class name contains no full stop.
         """
         groups: dict[str, list[int]] = {}
         for index, name in enumerate(class_names):
@@ -40,10 +40,9 @@ class Hierarchy:
 
     @classmethod
     def subtrees(cls, graph: Mapping[str, Set[str]], class_names: Sequence[str]) -> Hierarchy:
-        """One group an inner node of ``graph`` (see :func:`sampling_graph`), in the order of the nodes' names.
+        """Make one group per inner node of ``graph`` (see :func:`sampling_graph`), ordered by node name.
 
-        A group holds the classes that can be reached from its node; leaves that ``class_names`` lacks
-        are left out.
+        A group holds the classes below its node; leaves that are not in ``class_names`` are left out.
         """
         index = {name: i for i, name in enumerate(class_names)}
         below: dict[str, frozenset[str]] = {}
@@ -65,24 +64,24 @@ class Hierarchy:
 def sampling_graph(
     graph: Mapping[str, Set[str]], classes: Iterable[str], root: str | None = None
 ) -> dict[str, set[str]]:
-    """The part of an is-a graph above ``classes``, without nodes that have one child only.
+    """Restrict an is-a graph to the ancestors of ``classes`` and collapse nodes with a single child.
 
-    Meta-Dataset builds it twice: of WordNet for the 1,000 classes of ILSVRC-2012, then of the result for
-    the classes of each split.
+    Meta-Dataset applies it twice: to WordNet for the 1,000 classes of ILSVRC-2012, then to the result for the classes
+    of each split.
 
     Parameters
     ----------
     graph : mapping of str to set of str
         Node to children; acyclic.
     classes : iterable of str
-        What shall be the leaves.
+        The leaves.
     root : str, optional
-        Keep, of the inner nodes, only this one and those below it.
+        Of the inner nodes, keep only this one and its descendants.
 
     Returns
     -------
     dict of str to set of str
-        Node to children. Nodes without children are the classes.
+        Node to children; the classes have none.
     """
     parents: dict[str, set[str]] = {}
     for node, children in graph.items():
@@ -106,7 +105,7 @@ def sampling_graph(
 
 
 def _reachable(start: Iterable[str], steps: Mapping[str, Set[str]]) -> set[str]:
-    """``start`` and everything that ``steps`` lead to from it."""
+    """Nodes that can be reached from ``start``, itself included."""
     seen = set(start)
     waiting = list(seen)
     while waiting:

@@ -1,7 +1,7 @@
-"""Images that are decoded when they are asked for: what a source too large for memory holds.
+"""Readers decode images on demand, for sources that do not fit into memory.
 
-A reader knows how to open image ``i`` of a list; :class:`LazyImages` makes of it what looks like one uint8
-array. Readers hold no open file when they are pickled, and opened again in every process that uses them.
+A reader opens image ``i`` of a list; :class:`LazyImages` gives it the interface of a uint8 array. Pickled readers hold
+no open files: each process opens its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from PIL import Image, ImageOps
 
 from fewshot_mahalanobis.images import check_header, to_square_array
 
-#: Most bytes of a member of a zip: what the largest picture that is read takes uncompressed, 178,956,970 x 3.
-_LARGEST_MEMBER = 2**29
+#: Maximum size of a zip member in bytes: the largest accepted image, uncompressed (178,956,970 pixels x 3).
+_MAX_MEMBER_SIZE = 2**29
 
 
 class Reader(Protocol):
@@ -35,13 +35,13 @@ class Reader(Protocol):
         """Image ``index``."""
 
     def describe(self, index: int) -> str:
-        """How a message names image ``index``."""
+        """Name of image ``index`` in messages."""
 
 
 class LazyImages:
-    """Images of a reader, resized to squares, behind the interface of a uint8 array (n, size, size, 3).
+    """Images of a reader, resized to squares, with the interface of a uint8 array (n, size, size, 3).
 
-    Nothing is kept: every access decodes. ``images[indices]`` takes an int, a slice, or an array of ints or bools.
+    Nothing is cached: every access decodes. The index is an int, a slice, or an array of ints or bools.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class LazyImages:
     size : int
         Side of the squares, in pixels.
     workers : int
-        Threads that decode when several images are asked for at once.
+        Threads that decode a batch.
     """
 
     def __init__(self, reader: Reader, size: int, workers: int = 1) -> None:
@@ -104,18 +104,17 @@ class LazyImages:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Files below one folder, optionally a box of each and in negative.
+    """Image files below one folder, optionally cropped or inverted.
 
     Attributes
     ----------
     root : Path
     names : bytes array of shape (n,)
-        Paths relative to ``root``. One array, because a million path objects would be copied into every
-        worker process.
+        Paths relative to ``root``: one array, because every worker process would copy a million path objects.
     boxes : int32 array of shape (n, 4), optional
-        Left, top, right and bottom of what to cut out, in pixels.
+        Crop of each image: left, top, right and bottom, in pixels.
     negative : bool
-        Swap black and white.
+        Invert the colours.
     """
 
     root: Path
@@ -127,7 +126,7 @@ class ImageFiles:
     def of(
         cls, root: Path, names: Sequence[str], boxes: Sequence[Sequence[int]] | None = None, negative: bool = False
     ) -> ImageFiles:
-        """From lists."""
+        """Make a reader from lists."""
         return cls(
             root,
             np.array([os.fsencode(name) for name in names], dtype=np.bytes_),
@@ -140,7 +139,7 @@ class ImageFiles:
 
     def __call__(self, index: int) -> Image.Image:
         """Image ``index``, decoded."""
-        # The handle is ours because Pillow maps some files given by name, and a map hides a short file.
+        # Pillow memory-maps some files that it opens by name, which hides truncation, so open it here.
         with (self.root / os.fsdecode(self.names[index])).open("rb") as file, Image.open(file) as image:
             check_header(image)
             image.load()
@@ -150,12 +149,12 @@ class ImageFiles:
             return ImageOps.invert(whole.convert("RGB")) if self.negative else whole
 
     def describe(self, index: int) -> str:
-        """Where image ``index`` is, for messages."""
+        """Location of image ``index``, for messages."""
         return f"{os.fsdecode(self.names[index])!r} of {self.root}"
 
 
 class ZipMembers:
-    """Members of one zip."""
+    """Image files in a zip."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         self.path = path
@@ -167,7 +166,7 @@ class ZipMembers:
 
     def __call__(self, index: int) -> Image.Image:
         """Image ``index``, decoded."""
-        if self._opened is None or self._opened[0] != os.getpid():  # a forked process shares the file's position
+        if self._opened is None or self._opened[0] != os.getpid():  # forked processes share the file position
             self._opened = os.getpid(), zipfile.ZipFile(self.path)
         image = Image.open(io.BytesIO(_member(self._opened[1], self.names[index].decode())))
         check_header(image)
@@ -175,7 +174,7 @@ class ZipMembers:
         return image
 
     def describe(self, index: int) -> str:
-        """Where image ``index`` is, for messages."""
+        """Location of image ``index``, for messages."""
         return f"{self.names[index].decode()!r} of {self.path}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,28 +182,28 @@ class ZipMembers:
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Contents of a member, in memory for as many bytes as it claims and no more, whatever it expands to."""
+    """Read a member, allocating no more bytes than its header declares, whatever it expands to."""
     claim = archive.getinfo(name)
     if claim.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"its compression (method {claim.compress_type}) can expand without bound: deflate it instead")
-    if claim.file_size > _LARGEST_MEMBER:
-        raise ValueError(f"it claims {claim.file_size} bytes uncompressed, of which at most {_LARGEST_MEMBER} are read")
+        raise ValueError(f"its compression (method {claim.compress_type}) can expand without bound: deflate it")
+    if claim.file_size > _MAX_MEMBER_SIZE:
+        raise ValueError(f"it claims {claim.file_size} bytes uncompressed; at most {_MAX_MEMBER_SIZE} are read")
     with archive.open(claim) as file:
-        return file.read(claim.file_size)  # by a number, which zipfile then hands to the decompressor
+        return file.read(claim.file_size)  # zipfile passes the limit to the decompressor
 
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Rows of an array that a file held, decoded or as encoded images.
+    """Images that a file holds as one array, decoded or encoded.
 
     Attributes
     ----------
     path : Path
-        Where they came from, for messages.
+        Where the array came from, for messages.
     data : uint8 array of shape (n, h, w) or (n, h, w, 3), or list of uint8 arrays
-        The latter each hold the bytes of an image file.
+        Decoded images, or the bytes of image files.
     rows : int64 array
-        The rows that are images of the source, in order.
+        Rows that belong to the source, in order.
     """
 
     path: Path
@@ -220,12 +219,12 @@ class ImageRows:
         return Image.fromarray(row) if isinstance(self.data, np.ndarray) else Image.open(io.BytesIO(row.tobytes()))
 
     def describe(self, index: int) -> str:
-        """Where image ``index`` is, for messages."""
+        """Location of image ``index``, for messages."""
         return f"row {self.rows[index]} of {self.path}"
 
 
 class Bitmaps:
-    """Several ``.npy`` files of flattened square bitmaps (n_k, side^2), one after the other, mapped into memory."""
+    """Memory-mapped ``.npy`` files of flattened square bitmaps (n_k, side^2), one after the other."""
 
     def __init__(self, paths: Sequence[Path], counts: Sequence[int]) -> None:
         self.paths = tuple(paths)
@@ -247,7 +246,7 @@ class Bitmaps:
         return Image.fromarray(np.ascontiguousarray(bitmap).reshape(side, side))
 
     def describe(self, index: int) -> str:
-        """Where image ``index`` is, for messages."""
+        """Location of image ``index``, for messages."""
         which, row = self._place(index)
         return f"row {row} of {self.paths[which]}"
 

@@ -1,14 +1,14 @@
-"""Image sources: folders or zips of class folders, in memory or decoded when they are asked for.
+"""Image sources: folders or zips of class folders, in memory or decoded on demand.
 
 A source is any of
 
 - a folder ``ROOT/<class>/<image>``;
 - a folder ``ROOT/<split>/<class>/<image>``, with ``split`` named;
 - a zip of either layout;
-- a data set that :mod:`fewshot_mahalanobis.data.datasets` knows by name.
+- a data set of :mod:`fewshot_mahalanobis.data.datasets`, by name.
 
-Every image is resized to one square size, as Meta-Dataset does (Triantafillou et al., ICLR 2020), so a
-source in memory is one uint8 array: 21 kB an image at 84 x 84.
+All images are resized to the same square, as in Meta-Dataset (Triantafillou et al., ICLR 2020), so a source in memory
+is one uint8 array: 21 kB per image at 84 x 84.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Every image of one source. What uses a source asks for no more than this.
+    """The images and labels of one source.
 
     Attributes
     ----------
     name : str
-        ``<data set>`` or ``<data set>/<split>``; with the seed and the index it determines an episode.
+        ``<data set>`` or ``<data set>/<split>``.
     images : uint8 array of shape (n, size, size, 3), or LazyImages
-        Both have a length, a ``shape``, and give a uint8 array when they are indexed by an int, a slice
-        or an int array.
+        Both have a length and a ``shape``, and give a uint8 array when indexed by an int, a slice or an int array.
     labels : int64 array of shape (n,)
         Index into ``class_names``; images of one class are consecutive.
     class_names : tuple of str
         Sorted.
     hierarchy : Hierarchy, optional
-        Which classes Meta-Dataset's episodes draw together.
+        Classes that Meta-Dataset draws together in an episode.
     """
 
     name: str
@@ -56,16 +55,16 @@ class ImageSource:
     hierarchy: Hierarchy | None = None
 
     def network_input(self, indices: NDArray[np.int64]) -> Tensor:
-        """Images by their indices (n,) as the network reads them: float32 (n, 3, size, size) in [-1, 1]."""
+        """Images by index (n,), as input of the network: float32 (n, 3, size, size) in [-1, 1]."""
         return to_network_range(torch.from_numpy(self.images[indices]).permute(0, 3, 1, 2))
 
     def indices_of_class(self) -> list[NDArray[np.int64]]:
-        """The image indices of each class, in class order."""
+        """Image indices of each class, in class order."""
         order = np.argsort(self.labels, kind="stable")
         return np.split(order, np.cumsum(np.bincount(self.labels, minlength=len(self.class_names)))[:-1])
 
     def in_memory(self) -> ImageSource:
-        """The same source with every image decoded: size^2 x 3 bytes each."""
+        """The same source with all images decoded, size^2 x 3 bytes each."""
         return replace(self, images=self.images[:])
 
 
@@ -74,33 +73,33 @@ def load_source(
 ) -> ImageSource:
     """Open a folder or zip of class folders.
 
-    One that is called ``omniglot`` and has classes ``<alphabet>.<character>`` gets their hierarchy.
+    A source named ``omniglot`` with classes ``<alphabet>.<character>`` gets the hierarchy of alphabets.
 
     Parameters
     ----------
     path : path
-        A folder or a ``.zip``; members are ``[<split>/]<class>/<image>``. A suffix ``:<split>`` on the
-        path names the split too ("omniglot.zip:train").
+        A folder or a ``.zip`` of ``[<split>/]<class>/<image>``. The suffix ``:<split>`` also names the split
+        ("omniglot.zip:train").
     split : str, optional
-        Keep only images below the folder of this name. Needed where the layout has one.
+        Keep only images below the folder of this name; required if there are several splits.
     size : int
-        Side of the square that every image is resized to, in pixels.
+        Side of the square to which every image is resized, in pixels.
     workers : int
         Decoding threads.
     lazy : bool
-        Decode images when they are asked for, not now.
+        Decode images on demand, not now.
 
     Returns
     -------
     ImageSource
-        Classes and their images in the natural order of their names, 2 before 10.
+        Classes and images are in natural order, 2 before 10.
 
     Raises
     ------
     FileNotFoundError
         ``path`` does not exist.
     ValueError
-        There is no class folder, fewer than two classes, or an image that cannot be read.
+        There are fewer than two class folders, or an image cannot be read.
     """
     path, split = split_from_path(path, split)
     by_split = class_folders(path)
@@ -134,12 +133,12 @@ def load_source(
 
 
 def class_folders(path: Path) -> dict[str | None, dict[str, list[str]]]:
-    """The image members of a folder or zip: split (None where there is none) -> class -> paths below ``path``.
+    """List the images of a folder or zip: split (None without splits) -> class -> paths below ``path``.
 
     Raises
     ------
     ValueError
-        ``path`` is a file but no zip.
+        ``path`` is a file but not a zip.
     """
     found: dict[str | None, dict[str, list[str]]] = {}
     for member in _zip_members(path) if path.is_file() else _folder_members(path):
@@ -151,12 +150,12 @@ def class_folders(path: Path) -> dict[str | None, dict[str, list[str]]]:
 
 
 def image_files(root: str | Path) -> tuple[list[Path], list[str]]:
-    """Paths and labels of a folder of class folders, ``ROOT/<class>/<image>``.
+    """List paths and labels of a folder of class folders, ``ROOT/<class>/<image>``.
 
     Raises
     ------
     FileNotFoundError
-        ``root`` is no folder.
+        ``root`` is not a folder.
     ValueError
         It has fewer than two class folders with images.
     """
@@ -173,14 +172,14 @@ def image_files(root: str | Path) -> tuple[list[Path], list[str]]:
 
 
 def images_below(path: str | Path, *, empty: bool = False) -> list[Path]:
-    """The image files in a folder and its sub-folders, or the one file that ``path`` is.
+    """List the image files in a folder and its sub-folders; a file is returned as it is.
 
     Raises
     ------
     FileNotFoundError
-        There is nothing at ``path``.
+        ``path`` does not exist.
     ValueError
-        A folder holds no image, unless ``empty`` allows that.
+        The folder holds no image and ``empty`` is False.
     """
     path = Path(path)
     if path.is_file():
@@ -198,7 +197,7 @@ def images_below(path: str | Path, *, empty: bool = False) -> list[Path]:
 
 
 def split_from_path(path: str | Path, split: str | None = None) -> tuple[Path, str | None]:
-    """Separate "folder_or_zip:split"; an existing path wins over the colon."""
+    """Separate "path:split"; an existing path may contain a colon."""
     text = str(path)
     if not Path(text).exists() and ":" in text:
         text, _, suffix = text.rpartition(":")
@@ -209,12 +208,12 @@ def split_from_path(path: str | Path, split: str | None = None) -> tuple[Path, s
 
 
 def _natural(text: str) -> tuple[tuple[bool, int, str], ...]:
-    """Sort key under which "2.png" comes before "10.png"."""
+    """Sort key that puts "2.png" before "10.png"."""
     return tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text))
 
 
 def is_image(name: str) -> bool:
-    """Whether a file's name is that of an image."""
+    """Whether a file name has an image suffix."""
     return Path(name).suffix.lower() in IMAGE_SUFFIXES and not Path(name).name.startswith("._")
 
 

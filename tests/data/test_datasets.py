@@ -13,9 +13,10 @@ from PIL import Image
 
 from fewshot_mahalanobis.data import datasets
 from fewshot_mahalanobis.data.check import check_data, report
-from fewshot_mahalanobis.data.datasets import DATA_SETS, class_split, coco_box, download, open_source
-from fewshot_mahalanobis.episodes.meta_dataset import EpisodeLimits, VariableEpisodes
+from fewshot_mahalanobis.data.datasets import DATA_SETS, download, open_source
+from fewshot_mahalanobis.data.layouts import class_split, coco_box
 from fewshot_mahalanobis.data.sources import load_source
+from fewshot_mahalanobis.episodes.meta_dataset import EpisodeLimits, VariableEpisodes
 from tests.data.trees import BUILDERS, PER_CLASS, class_folders, colour, save
 
 DATA = Path(os.environ.get("FEWSHOT_MAHALANOBIS_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -375,6 +376,6 @@ def test_a_failed_download_names_the_data_set(name, tmp_path, monkeypatch):
         assert settings.pop("download")
         raise RuntimeError("no mirror answered")
 
-    monkeypatch.setattr(datasets, "_torchvision", lambda _: failing)
+    monkeypatch.setattr(datasets.layouts, "torchvision_class", lambda _: failing)
     with pytest.raises(OSError, match=f"{datasets.DATA_SETS[name].title} could not be downloaded: no mirror answered"):
         datasets.download(name, tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fewshot_mahalanobis.data.datasets import class_split
+from fewshot_mahalanobis.data.layouts import class_split
 
 PER_CLASS = 2
 
