@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from fewshot_mahalanobis.calibration import calibrate
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import MahalanobisHead
-from fewshot_mahalanobis.rejection import labels_to_give, nearest_or_none, outlier_score
+from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject
 
 
 class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
@@ -105,7 +105,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         Warns
         -----
         UserWarning
-            ``false_rejection_rate`` is smaller than so few examples can vouch for.
+            ``false_rejection_rate`` is smaller than so few examples can guarantee.
         """
         fresh = copy(self)
         features, labels = validate_data(fresh, X, y, dtype=np.float64)
@@ -158,9 +158,9 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         """Fit ``fresh``, a copy of this estimator, and take its place: an error leaves this one untouched."""
         fresh._features, fresh._labels, fresh._allowed = np.array(features), np.array(labels), allowed
         fresh.classes_, indices, fresh.class_counts_ = np.unique(labels, return_inverse=True, return_counts=True)
-        fresh._answers = labels_to_give(fresh.classes_, self.unknown_label)
+        fresh._output_labels = output_labels(fresh.classes_, self.unknown_label)
         support, targets = torch.from_numpy(fresh._features), torch.tensor(indices, dtype=torch.int64)
-        covariance = RegularizedCovariance(self.beta, self.task_covariance).on(support, targets)
+        covariance = RegularizedCovariance(self.beta, self.task_covariance).with_chosen_settings(support, targets)
         fresh._head = MahalanobisHead(covariance, self.scale)
         fresh._gaussians = fresh._head.fit(support, targets)
         fresh.means_, fresh.beta_ = fresh._gaussians.means.numpy(), fresh._gaussians.beta
@@ -195,7 +195,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Label of the nearest class for each row, shape (n,), or ``unknown_label`` where even that is too far."""
         logits = self._logits(X)
-        return self._answers[nearest_or_none(logits, self.threshold_)]
+        return self._output_labels[predict_or_reject(logits, self.threshold_)]
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Probability of each known class (equation 1, at the temperature), shape (n, k), in ``classes_``'s order."""

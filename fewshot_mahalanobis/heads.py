@@ -8,20 +8,23 @@ Every head has one interface, in one call or in two steps:
 ``MahalanobisHead`` is Simple CNAPS (Bateni et al., "Improved Few-Shot Visual Classification", CVPR 2020, equations
 1-3), ``LinearHead`` the learned classifier of CNAPS (Requeima et al., NeurIPS 2019) and the others the metrics that
 the paper compares with. Probabilities are the softmax of the logits (equation 1).
+
+A head is one class: its name in settings, its title in tables and its exported form are part of it. ``HEADS`` lists
+them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.covariance import (
-    ClassGaussians,
-    RegularizedCovariance,
+from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
+from fewshot_mahalanobis.gaussians.inputs import (
     check_features,
     check_support,
     class_means,
@@ -32,8 +35,10 @@ from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 
 State = TypeVar("State")
 
-#: Examples that are compared with as many means at a time where only the diagonal is wanted.
+#: Examples per block, where of each block's comparisons only the diagonal is used.
 _PAIRS = 128
+#: Size of the class matrices of an exported head, in numbers (1 GB): a protobuf file holds 2 GB.
+MAX_EXPORTED_NUMBERS = 2**28
 
 
 class Head(nn.Module, Generic[State]):
@@ -42,7 +47,23 @@ class Head(nn.Module, Generic[State]):
     Features are finite floating-point tensors of shape (n, d), labels int64 of shape (n,) in 0..k-1, each with at
     least one example. Heads compute in float32 or float64 outside autocast whatever the features' dtype, and are
     differentiable with respect to support and query features. ValueError on anything else.
+
+    Attributes
+    ----------
+    name : str
+        In settings and on the command line.
+    title : str
+        In our tables.
+    paper_title : str
+        In the paper's tables: the method that uses it. Empty where the paper has none.
+    is_squared_distance : bool
+        Whether logits are minus squared distances to class means, up to a factor.
     """
+
+    name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    paper_title: ClassVar[str] = ""
+    is_squared_distance: ClassVar[bool] = False
 
     def fit(self, support_features: Tensor, support_labels: Tensor) -> State:
         """Fit to support features (n, d) and labels (n,); the state serves any number of queries."""
@@ -52,10 +73,19 @@ class Head(nn.Module, Generic[State]):
         """Logits (m, k) of query features (m, d)."""
         raise NotImplementedError
 
+    def export(self, state: State) -> nn.Module:
+        """Make a module of a fitted head, features (m, d) -> logits (m, k), in float32, for ONNX and torch.export.
+
+        It has no checks and no data-dependent control flow. Raises ValueError where a head has no such form.
+        """
+        raise ValueError(
+            f"a {type(self).__name__} as head has no form as an ONNX graph: use one of the package's heads"
+        )
+
     def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
         """Logits (n, k) of each support example, features (n, d), by the head fitted to the others.
 
-        Minus infinity where a class has no other example. By n fits; the heads of this module know shorter ways.
+        Minus infinity where a class has no other example. This takes n fits; the package's heads have shortcuts.
         """
         counts = check_support(support_features, support_labels)
         rows = []
@@ -89,6 +119,11 @@ class MahalanobisHead(Head[ClassGaussians]):
         If ``scale`` is not positive and finite.
     """
 
+    name = "mahalanobis"
+    title = "Mahalanobis"
+    paper_title = "Simple CNAPS"
+    is_squared_distance = True
+
     def __init__(self, covariance: RegularizedCovariance | None = None, scale: float = 1.0) -> None:
         super().__init__()
         if not (scale > 0 and math.isfinite(scale)):
@@ -107,7 +142,12 @@ class MahalanobisHead(Head[ClassGaussians]):
 
     def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
         """Logits (n, k) of each support example by the head fitted to the others, exactly, by downdating."""
-        return -self.scale * leave_one_out_distance(self.covariance, support_features, support_labels)
+        covariance = self.covariance.with_chosen_settings(support_features, support_labels)
+        return -self.scale * leave_one_out_distance(covariance.settings, support_features, support_labels)
+
+    def export(self, state: ClassGaussians) -> nn.Module:
+        """Logits as sums of squares in a basis of the support features."""
+        return _ExportedMahalanobis(state, self.scale)
 
     def extra_repr(self) -> str:
         """Name the setting in ``repr``."""
@@ -137,29 +177,58 @@ class _PrototypeHead(Head[Tensor]):
             own = torch.cat([self.compare(x, without).diagonal() for x, without in pairs])
             return _with_own(self.compare(features, means), own, support_labels)
 
+    def export(self, state: Tensor) -> nn.Module:
+        """The comparison with the class means."""
+        return _ExportedPrototypes(self.exported_compare, state)
+
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Logits (m, k) of ``queries`` (m, d) against ``means`` (k, d), of one dtype."""
         raise NotImplementedError
+
+    def exported_compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """``compare`` by operations that ONNX has."""
+        return self.compare(queries, means)
 
 
 class EuclideanHead(_PrototypeHead):
     """Logits = -||x - mu_k||^2: prototypical networks (Snell et al., NeurIPS 2017), from differences."""
 
+    name = "euclidean"
+    title = "Euclidean"
+    paper_title = "squared Euclidean"
+    is_squared_distance = True
+
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Minus the squared Euclidean distances."""
         return -torch.cdist(queries, means, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+    def exported_compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """The same without ``torch.cdist``, for which the exporter has no form."""
+        return -(queries[:, None] - means).square().sum(dim=2)
 
 
 class ManhattanHead(_PrototypeHead):
     """Logits = -||x - mu_k||_1: the absolute difference of the paper's metric ablation."""
 
+    name = "manhattan"
+    title = "Manhattan"
+    paper_title = "absolute distance"
+
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Minus the sums of absolute differences."""
         return -torch.cdist(queries, means, p=1.0)
 
+    def exported_compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """The same without ``torch.cdist``, for which the exporter has no form."""
+        return -(queries[:, None] - means).abs().sum(dim=2)
+
 
 class CosineHead(_PrototypeHead):
     """Logits = cosine of the angle between x and mu_k, in [-1, 1]; 0 where either is zero."""
+
+    name = "cosine"
+    title = "cosine"
+    paper_title = "cosine"
 
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Cosine similarities."""
@@ -168,6 +237,10 @@ class CosineHead(_PrototypeHead):
 
 class DotProductHead(_PrototypeHead):
     """Logits = x . mu_k: the negative dot product as a distance, of the paper's metric ablation."""
+
+    name = "dot_product"
+    title = "dot product"
+    paper_title = "dot product"
 
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Dot products."""
@@ -206,6 +279,10 @@ class LinearHead(Head[LinearClassifier]):
         Feature width d.
     """
 
+    name = "linear"
+    title = "linear"
+    paper_title = "CNAPS"
+
     def __init__(self, in_features: int = 512) -> None:
         super().__init__()
         self.in_features = in_features
@@ -237,6 +314,10 @@ class LinearHead(Head[LinearClassifier]):
             without = self._generate(_means_without(features, support_labels))
             return _with_own(logits, (without.weight * features).sum(dim=1) + without.bias, support_labels)
 
+    def export(self, state: LinearClassifier) -> nn.Module:
+        """The generated linear layer."""
+        return _ExportedLinear(*state)
+
     def _generate(self, means: Tensor) -> LinearClassifier:
         means = means.to(self.weight_generator.linear1.weight.dtype)
         return LinearClassifier(self.weight_generator(means) + means, self.bias_generator(means)[:, 0])
@@ -255,12 +336,119 @@ class _ThreeLayers(nn.Module):
         return self.linear3(F.elu(self.linear2(F.elu(self.linear1(x)))))
 
 
-#: Heads by the name that a configuration gives them; each is made without arguments.
+# ---------------------------------------------------------------- exported forms
+
+
+class _ExportedMahalanobis(nn.Module):
+    """-s (x - mu_k)^T Q_k^-1 (x - mu_k) as a sum of squares.
+
+    Outside the span of the centred support features every Q_k is beta I (equation 3). So with an orthonormal basis U
+    (d, r) of that span, z = U^T (x - c) and c the task mean, which like every mu_k lies in c + span U,
+
+        (x - mu_k)^T Q_k^-1 (x - mu_k) = ||x - c - U z||^2 / beta + ||L_k^T (z - U^T (mu_k - c))||^2,
+
+    where L_k L_k^T is the inverse of U^T Q_k U.
+    """
+
+    centre: Tensor
+    basis: Tensor
+    means: Tensor
+    roots: Tensor
+
+    def __init__(self, gaussians: ClassGaussians, scale: float) -> None:
+        super().__init__()
+        n, d = int(gaussians.counts.sum()), gaussians.means.shape[1]
+        centre, basis = gaussians.support_basis()
+        # The covariance of one shot as published, c in every entry, leaves the span: there the basis is everything.
+        self.everything = n >= d or gaussians.settings.one_shot_covariance == "published"
+        rank, classes = d if self.everything else basis.shape[1], len(gaussians.counts)
+        if classes * rank**2 > MAX_EXPORTED_NUMBERS:
+            raise ValueError(
+                f"{classes} classes need a {rank} x {rank} matrix each, too much for an ONNX file: fit fewer classes"
+            )
+        if self.everything:  # in original coordinates, where the variance of a vector's entries has its meaning
+            means = gaussians.means - centre
+        else:
+            gaussians = gaussians.in_coordinates(basis)
+            means = gaussians.means
+        self.scale, self.beta = scale, gaussians.beta
+        self.register_buffer("centre", centre.float())
+        self.register_buffer("basis", basis.float().contiguous())
+        self.register_buffer("means", means.float()[:, None])  # (k, 1, r)
+        roots = torch.linalg.cholesky(gaussians.precision().to(centre.dtype))
+        self.register_buffer("roots", roots.float().contiguous())  # L_k
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - self.centre
+        z = x if self.everything else x @ self.basis
+        whitened = (z - self.means) @ self.roots  # (k, m, r)
+        distance = whitened.square().sum(dim=2).T
+        if not self.everything:
+            distance = distance + (x - z @ self.basis.T).square().sum(dim=1, keepdim=True) / self.beta
+        return -self.scale * distance
+
+
+class _ExportedPrototypes(nn.Module):
+    """A comparison with class means (k, d)."""
+
+    means: Tensor
+
+    def __init__(self, compare: Callable[[Tensor, Tensor], Tensor], means: Tensor) -> None:
+        super().__init__()
+        self.compare = compare
+        self.register_buffer("means", means.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compare(x, self.means)
+
+
+class _ExportedLinear(nn.Module):
+    """W x + b."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.float())
+        self.register_buffer("bias", bias.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+#: Every head by its name.
 HEADS: dict[str, type[Head[Any]]] = {
-    "mahalanobis": MahalanobisHead,
-    "euclidean": EuclideanHead,
-    "manhattan": ManhattanHead,
-    "cosine": CosineHead,
-    "dot_product": DotProductHead,
-    "linear": LinearHead,
+    head.name: head
+    for head in (MahalanobisHead, EuclideanHead, ManhattanHead, CosineHead, DotProductHead, LinearHead)
 }
+
+
+def make_head(
+    name: str,
+    *,
+    covariance: RegularizedCovariance | None = None,
+    scale: float = 1.0,
+    in_features: int = 512,
+) -> Head[Any]:
+    """Make a head by its name.
+
+    Parameters
+    ----------
+    name : str
+        One of ``HEADS``.
+    covariance, scale : optional
+        Of ``MahalanobisHead``; the other heads have neither.
+    in_features : int
+        Feature width of ``LinearHead``.
+
+    Raises
+    ------
+    ValueError
+        There is no such head.
+    """
+    if name not in HEADS:
+        raise ValueError(f"head must be one of {sorted(HEADS)}, got {name!r}")
+    if name == MahalanobisHead.name:
+        return MahalanobisHead(covariance, scale)
+    return LinearHead(in_features) if name == LinearHead.name else HEADS[name]()

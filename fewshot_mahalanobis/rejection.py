@@ -1,10 +1,10 @@
-"""None of these: how foreign a query is to all the classes, and the score above which it is given to none of them.
+"""Rejecting unknown classes: the outlier score of a query, and a conformal threshold.
 
-A query scores as high as it is far from the nearest class, whatever "far" is to the head: minus its largest logit, for
-Mahalanobis heads the smallest squared distance (Lee et al., "A Simple Unified Framework for Detecting
-Out-of-Distribution Samples and Adversarial Attacks", NeurIPS 2018). Which scores are too high, the support set itself
-can say: each of its examples, left out of the fit, is a query known to belong. This is the order statistic of conformal
-prediction (Vovk et al., "Algorithmic Learning in a Random World", 2005), with leave-one-out in place of a split.
+The score of a query is its distance to the nearest class in the head's own terms: minus its largest logit, for
+Mahalanobis heads s times the smallest squared distance (Lee et al., "A Simple Unified Framework for Detecting
+Out-of-Distribution Samples and Adversarial Attacks", NeurIPS 2018). The threshold comes from the support set: each of
+its examples, left out of the fit, is a query known to belong. It is the order statistic of conformal prediction (Vovk
+et al., "Algorithmic Learning in a Random World", 2005), with leave-one-out in place of a split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WANTED: dict[str, tuple[type, str]] = {
 
 
 def outlier_score(logits: Tensor) -> Tensor:
-    """How foreign each query is to all classes: minus its largest logit.
+    """Outlier score of each query: minus its largest logit.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def outlier_score(logits: Tensor) -> Tensor:
     Returns
     -------
     float64 Tensor of shape (m,)
-        Larger is more foreign. For a Mahalanobis head s times the squared distance to the nearest class.
+        Larger is farther from all classes. For a Mahalanobis head s times the squared distance to the nearest class.
     """
     return -logits.double().amax(dim=1)
 
@@ -50,7 +50,7 @@ def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:
     Parameters
     ----------
     scores : Tensor of shape (n,)
-        Of examples that belong, each unseen by the classifier that scored it.
+        Of examples of known classes, each unseen by the classifier that scored it.
     false_rejection_rate : float
         Between 0 and 1.
 
@@ -61,20 +61,20 @@ def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:
     Warns
     -----
     UserWarning
-        The rate is below 1 / (n + 1), the smallest that n examples can vouch for. The threshold is the largest score.
+        The rate is below 1 / (n + 1), the smallest that n examples can guarantee. The threshold is the largest score.
     """
     n = len(scores)
     finest = 1 / (n + 1)
     if false_rejection_rate < finest * (1 - 1e-9):
         warnings.warn(
-            f"{n} left-out examples cannot vouch for false_rejection_rate={false_rejection_rate:g}: about {finest:.2g} "
+            f"{n} left-out examples cannot guarantee false_rejection_rate={false_rejection_rate:g}: about {finest:.2g} "
             f"of the queries of known classes will be rejected. Add examples, or set {finest:.2g} or more",
-            stacklevel=5,
+            stacklevel=2,
         )
     return float(np.quantile(scores.numpy(), 1 - false_rejection_rate, method="weibull"))  # of rank (n + 1) (1 - rate)
 
 
-def nearest_or_none(logits: Tensor, threshold: float | None) -> NDArray[np.int64]:
+def predict_or_reject(logits: Tensor, threshold: float | None) -> NDArray[np.int64]:
     """Index of each query's nearest class, k where its outlier score exceeds the threshold.
 
     Parameters
@@ -93,7 +93,7 @@ def nearest_or_none(logits: Tensor, threshold: float | None) -> NDArray[np.int64
     return nearest.cpu().numpy()
 
 
-def labels_to_give(classes: NDArray[Any], unknown_label: Any) -> NDArray[Any]:
+def output_labels(classes: NDArray[Any], unknown_label: Any) -> NDArray[Any]:
     """Every label that can be predicted: the classes, and after them the unknown label if there is one.
 
     Parameters

@@ -21,13 +21,14 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.calibration import calibrate, fit_temperature
+from fewshot_mahalanobis.calibration import calibrate
 from fewshot_mahalanobis.checkpoints import save_checkpoint
-from fewshot_mahalanobis.classifier import answers
+from fewshot_mahalanobis.classifier import predict_all
 from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.heads import HEADS, MahalanobisHead
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
-from fewshot_mahalanobis.rejection import labels_to_give, nearest_or_none, outlier_score, rejection_threshold
+from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject, rejection_threshold
+from fewshot_mahalanobis.temperature import fit_temperature
 from tests import reference
 from tests.gaussians.test_covariance import make_task
 from tests.tiny import LABELS, pictures, tiny_model
@@ -85,7 +86,7 @@ def test_ranks_of_the_threshold_follow_the_promised_rate() -> None:
 
 def test_a_rate_too_fine_for_the_examples_is_warned_of() -> None:
     scores = torch.arange(10.0)
-    with pytest.warns(UserWarning, match=r"10 left-out examples cannot vouch .* set 0.091 or more"):
+    with pytest.warns(UserWarning, match=r"10 left-out examples cannot guarantee .* set 0.091 or more"):
         assert rejection_threshold(scores, 0.05) == 9.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -94,10 +95,10 @@ def test_a_rate_too_fine_for_the_examples_is_warned_of() -> None:
 
 def test_the_warning_points_at_the_line_that_called_fit() -> None:
     X, y, _ = gaussian_task(np.random.default_rng(0), way=2)
-    with pytest.warns(UserWarning, match="cannot vouch") as caught:
+    with pytest.warns(UserWarning, match="cannot guarantee") as caught:
         MahalanobisClassifier(unknown_label=-1).fit(X, y)
     assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match="cannot vouch") as caught:
+    with pytest.warns(UserWarning, match="cannot guarantee") as caught:
         SimpleCNAPSClassifier(tiny_model(), device="cpu", unknown_label="none").fit(pictures(8, 1), LABELS)
     assert caught[0].filename == __file__
 
@@ -194,8 +195,8 @@ def test_where_nothing_can_be_left_out_the_temperature_is_one() -> None:
         (np.array([0, 1]), None, "int64"),
     ],
 )
-def test_the_labels_to_give_hold_the_unknown_one(classes: NDArray[Any], unknown: Any, dtype: str) -> None:
-    labels = labels_to_give(classes, unknown)
+def test_the_output_labels_hold_the_unknown_one(classes: NDArray[Any], unknown: Any, dtype: str) -> None:
+    labels = output_labels(classes, unknown)
     assert labels.dtype == dtype
     assert labels.tolist() == [*classes.tolist(), *([] if unknown is None else [unknown])]
 
@@ -216,7 +217,7 @@ def test_the_labels_to_give_hold_the_unknown_one(classes: NDArray[Any], unknown:
 )
 def test_an_unknown_label_that_does_not_fit_is_refused(classes: Any, unknown: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        labels_to_give(np.asarray(classes), unknown)
+        output_labels(np.asarray(classes), unknown)
 
 
 @pytest.mark.parametrize(("names", "unknown"), [([0, 1, 2], -1), (["ox", "cat", "dog"], "none of these animals")])
@@ -239,9 +240,9 @@ def test_predictions_are_those_without_rejection_where_nothing_is_rejected(names
 
 def test_without_a_threshold_no_query_is_rejected() -> None:
     logits = torch.tensor([[-1e9, -2e9], [-3.0, -1.0]])
-    assert nearest_or_none(logits, None).tolist() == [0, 1]
-    assert nearest_or_none(logits, 2.0).tolist() == [2, 1]
-    assert nearest_or_none(logits, 1.0).tolist() == [2, 1]  # a score at the threshold is not above it
+    assert predict_or_reject(logits, None).tolist() == [0, 1]
+    assert predict_or_reject(logits, 2.0).tolist() == [2, 1]
+    assert predict_or_reject(logits, 1.0).tolist() == [2, 1]  # a score at the threshold is not above it
 
 
 # ---------------------------------------------------------------- errors
@@ -305,7 +306,7 @@ def test_one_pass_through_the_network_gives_all_answers() -> None:
     images = pictures(20, 3)
     seen = classifier.task_._extractor.batches  # type: ignore[union-attr,operator]
     before = sum(seen)
-    said = answers(classifier, images)
+    said = predict_all(classifier, images)
     assert sum(seen) - before == len(images)
     assert said.labels.tolist() == classifier.predict(images).tolist()
     np.testing.assert_allclose(said.probabilities, classifier.predict_proba(images), rtol=1e-6)

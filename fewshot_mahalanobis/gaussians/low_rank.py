@@ -1,0 +1,372 @@
+"""Mahalanobis distances under Q_k = lambda_k Sigma_k + (1 - lambda_k) S + beta I by products of thin matrices.
+
+Sigma_k has rank below n_k and S rank below n, so with root matrices B^T B = S (n rows) and A_k^T A_k = Sigma_k (n_k
+rows) no d x d matrix per class is needed. Two steps, both exact:
+
+1. The part that all classes of one lambda share, P = (1 - lambda) S + beta I, is whitened once: a linear map T with
+   T^T T = P^-1. For n >= d / 2, T is the inverse Cholesky factor of P. For fewer only an n x n matrix is factored:
+   x^T P^-1 x = min_b { ||x - B'^T b||^2 + ||b||^2 } / beta with B' = sqrt((1 - lambda) / beta) B (ridge regression and
+   its dual), so T x stacks that residual and those coefficients.
+2. In whitened space Q_k becomes I + F_k^T F_k with F_k = sqrt(lambda_k) A_k T^T (n_k rows). The Woodbury identity
+   needs the n_k x n_k matrix I + F_k F_k^T alone, batched over the classes of one shot count.
+
+Cost model, in multiplications, with a = n / d and the whitened width p = d by Cholesky, d + n by ridge regression:
+
+    step                                          Cholesky                  ridge regression
+    S, or the n x n products; once                3/4 n d^2                 n^2 d
+    factor, for each distinct lambda              d^3 / 3                   n^2 d / 2 + n^3 / 3
+    whiten the support, likewise                  n d^2 / 2                 2 n^2 d + n^3 / 2
+    in units of d^3                               1/3 + 1.1 a               3.5 a^2 + 0.8 a^3        equal at a = 0.46
+    whiten m queries, for each lambda             m d^2 / 2                 2 m n d + m n^2 / 2
+    their products with n rows                    m n d                     m n (d + n)
+    in units of m d^2                             1/2 + a                   3 a + 1.5 a^2            equal at a = 0.22
+
+So from n = d / 2 on the Cholesky factor pays whatever the number of queries. A class adds n_k^2 p + n_k^3 / 3. One
+with n_k >= d gets the Cholesky factor of its own d x d matrix: from there on that is cheaper to fit, cheaper per query
+(d^2 / 2 against n_k d) and no larger. Memory grows with n d: no matrix is larger than 2 n d numbers but the chunks of
+queries.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewshot_mahalanobis.gaussians.inputs import working_dtype
+from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+
+#: Size of the largest temporary of a chunk of queries, in numbers (16 MB in float64).
+MAX_CHUNK_NUMBERS = 2**21
+#: S is computed in this many strips.
+_STRIPS = 2
+#: A difference that keeps less than this share of its terms counts as cancelled.
+_CANCELLED = 2.0**-13
+#: A Cholesky pivot below this many roundings of its diagonal entry is noise.
+MIN_ROUNDINGS = 2.0**10
+
+
+@dataclass(frozen=True, eq=False)
+class SharedCovariance:
+    """S by its rows: S = scale * rows^T rows. No rows where S is left out or zero."""
+
+    rows: Tensor  # (r, d)
+    scale: float
+
+    @classmethod
+    def of(cls, x: Tensor, labels: Tensor, counts: Tensor, settings: CovarianceSettings) -> SharedCovariance:
+        """Make it of features (n, d) centred at the task mean."""
+        if settings.without_shared:
+            return cls(x[:0], 0.0)
+        if settings.shared == "task":
+            return cls(x, 1.0 / max(len(x) - 1, 1))
+        freedom = len(x) - len(counts)
+        return cls(deviations(x, labels, counts) if freedom else x[:0], 1.0 / max(freedom, 1))
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether d x d matrices are cheaper than thin factors."""
+        return 2 * len(self.rows) >= self.rows.shape[1]
+
+    @functools.cached_property
+    def dense(self) -> Tensor:
+        """S (d, d). A symmetric matrix is half a matrix: its lower strips take 3/4 of the products."""
+        d = self.rows.shape[1]
+        dense, start = self.rows.new_empty(d, d), 0
+        for strip in self.rows.chunk(_STRIPS, dim=1):
+            stop = start + strip.shape[1]
+            lower = self.scale * (strip.T @ self.rows[:, :stop])
+            dense[start:stop, :stop] = lower
+            dense[:start, start:stop] = lower[:, :start].T
+            start = stop
+        return dense
+
+
+def deviations(x: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """Each feature less its class mean, (n, d); exactly zero for an example that is alone in its class."""
+    means = x.new_zeros(len(counts), x.shape[1]).index_add(0, labels, x) / counts[:, None]
+    return x - means[labels]
+
+
+@dataclass(frozen=True, eq=False)
+class ClassGroup:
+    """k' classes of one lambda. ``means`` are centred at the task mean."""
+
+    classes: Tensor  # (k',) class indices
+    means: Tensor  # (k', d)
+    roots: Tensor  # (k', r, d): sqrt(lambda_k) A_k, so that roots^T roots = lambda_k Sigma_k; r = 0 for lambda_k = 0
+    shared_weight: float  # 1 - lambda_k
+
+
+def class_groups(
+    x: Tensor, labels: Tensor, counts: Tensor, centre: Tensor, settings: CovarianceSettings
+) -> list[ClassGroup]:
+    """Group the classes by shot count, the fewest shots first, from centred features (n, d).
+
+    Where no class has a covariance of its own all form one group.
+    """
+    if settings.class_weight(1) == 0.0:
+        classes = torch.arange(len(counts), device=x.device)
+        means = x.new_zeros(len(counts), x.shape[1]).index_add(0, labels, x) / counts[:, None]
+        return [ClassGroup(classes, means, x.new_zeros(len(counts), 0, x.shape[1]), 1.0)]
+    groups = []
+    for classes, rows in members_by_shots(labels, counts):
+        groups.append(class_group(x[rows], classes, centre, settings))
+    return groups
+
+
+def dense_covariance(group: ClassGroup, shared: SharedCovariance, beta: float) -> Tensor:
+    """Equation 3: Q_k = lambda_k Sigma_k + (1 - lambda_k) S + beta I, dense (k', d, d)."""
+    identity = torch.eye(group.means.shape[1], dtype=group.means.dtype, device=group.means.device)
+    return group.roots.mT @ group.roots + group.shared_weight * shared.dense + beta * identity
+
+
+def members_by_shots(labels: Tensor, counts: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Of each shot count s: its classes (k',), and the rows (k', s) of their examples."""
+    order = labels.argsort(stable=True)
+    starts = counts.cumsum(0) - counts
+    found = []
+    for shots in counts.unique().tolist():
+        classes = (counts == shots).nonzero()[:, 0]
+        found.append((classes, order[starts[classes, None] + torch.arange(shots, device=labels.device)]))
+    return found
+
+
+def by_class(groups: list[ClassGroup]) -> Tensor:
+    """Index of each class (k,) in the concatenation of the groups."""
+    return torch.cat([group.classes for group in groups]).argsort()
+
+
+def class_group(members: Tensor, classes: Tensor, centre: Tensor, settings: CovarianceSettings) -> ClassGroup:
+    """Make a group of ``members`` (k', n_k, d), centred at the task mean ``centre``."""
+    shots, d = members.shape[1:]
+    weight = settings.class_weight(shots)
+    if shots == 1 and settings.one_shot_covariance == "published":
+        # c in every entry of Sigma_k is c 1 1^T, of root sqrt(c) 1^T. c is that of the vector before centring. Its
+        # square root has no gradient at zero, so a constant vector (c = 0) is replaced before the root, not after.
+        vectors = members + centre
+        c = (vectors - vectors.mean(dim=2, keepdim=True)).square().sum(dim=2, keepdim=True) / max(d - 1, 1)
+        roots = torch.where(c > 0, torch.where(c > 0, weight * c, 1.0).sqrt(), 0.0).expand(-1, 1, d)
+    else:
+        roots = class_roots(members, weight, shots - 1)
+    return ClassGroup(classes, members.mean(dim=1), roots, 1.0 - weight)
+
+
+def class_roots(members: Tensor, weight: float, freedom: int) -> Tensor:
+    """Roots (k', n_k - 1, d) of ``weight`` / ``freedom`` times the classes' scatter; no rows for a weight of zero."""
+    if weight == 0.0:
+        return members[:, :0]
+    return math.sqrt(weight / max(freedom, 1)) * _contrasts(members.shape[1], members) @ members
+
+
+def _contrasts(n: int, like: Tensor) -> Tensor:
+    """Helmert's orthonormal contrasts C (n - 1, n): C^T C removes the mean, so C X is a root of X's scatter.
+
+    One row fewer than X - mean has; none for a single example, whose covariance is zero.
+    """
+    row = torch.arange(1, n, dtype=like.dtype, device=like.device)[:, None]
+    column = torch.arange(n, dtype=like.dtype, device=like.device)
+    return ((column < row).to(like.dtype) - row * (column == row)) / torch.sqrt(row * (row + 1))
+
+
+# ---------------------------------------------------------------- factors
+
+
+@dataclass(frozen=True, eq=False)
+class _Ridge:
+    """The quadratic form of (I + F^T F)^-1 for F with few rows, held as L L^T = I + F F^T and G = L^-1 F.
+
+    Woodbury: (I + F^T F)^-1 = I - G^T G. Ridge regression on the rows of F: x^T (I + F^T F)^-1 x is the minimum over
+    b of ||x - F^T b||^2 + ||b||^2, attained at b = L^-T G x. The second is a sum of squares: nothing cancels and
+    nothing turns negative.
+    """
+
+    reduction: Tensor  # G (..., r, p)
+    cholesky: Tensor  # L (..., r, r)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Residual x - F^T b (..., m, p) and coefficients b (..., m, r) of each row of ``x`` (..., m, p)."""
+        along = x @ self.reduction.mT
+        return x - along @ self.reduction, torch.linalg.solve_triangular(self.cholesky, along, upper=False, left=False)
+
+
+def _ridge(factor: Tensor) -> _Ridge:
+    identity = torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)
+    lower = cholesky(identity + factor @ factor.mT)
+    # L G = F, solved as G^T L^T = F^T, which is faster for factors of a few rows.
+    return _Ridge(torch.linalg.solve_triangular(lower.mT, factor.mT, upper=True, left=False).mT, lower)
+
+
+@dataclass(frozen=True, eq=False)
+class _CholeskyWhitening:
+    """T = L^-1 for P = L L^T, d x d."""
+
+    cholesky: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.cholesky.mT, x, upper=True, left=False)
+
+
+@dataclass(frozen=True, eq=False)
+class _RidgeWhitening:
+    """T for P = beta (I + F^T F), by way of n x n; T x has d + n entries."""
+
+    ridge: _Ridge
+    beta: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat(self.ridge.parts(x), dim=-1) / math.sqrt(self.beta)
+
+
+@dataclass(frozen=True, eq=False)
+class _ScalarWhitening:
+    """T for P = beta I."""
+
+    beta: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x / math.sqrt(self.beta)
+
+
+_Whitening = _CholeskyWhitening | _RidgeWhitening | _ScalarWhitening
+
+
+def _whitening(shared: SharedCovariance, weight: float, beta: float) -> _Whitening:
+    """T with T^T T = P^-1, P = ``weight`` S + beta I."""
+    if len(shared.rows) == 0:
+        return _ScalarWhitening(beta)
+    if shared.is_wide:
+        dense = weight * shared.dense
+        dense.diagonal().add_(beta)
+        return _CholeskyWhitening(cholesky(dense))
+    return _RidgeWhitening(_ridge(math.sqrt(weight * shared.scale / beta) * shared.rows), beta)
+
+
+# ---------------------------------------------------------------- distances
+
+
+@dataclass(frozen=True, eq=False)
+class CholeskyMetric:
+    """Distances by the d x d factors of Q_k."""
+
+    means: Tensor  # (k', d)
+    cholesky: Tensor  # (k', d, d)
+
+    def numbers_per_query(self) -> int:
+        """Size of the largest temporary, in numbers for each query."""
+        return self.means.numel()
+
+    def squared_distance(self, x: Tensor) -> Tensor:
+        """Distances (m, k') of centred queries (m, d)."""
+        return self.coordinates(x - self.means[:, None]).square().sum(dim=2).T
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Map vectors (k', m, d), or (1, m, d) for all classes, to where Q_k is the identity: (k', m, d)."""
+        return torch.linalg.solve_triangular(self.cholesky, x.mT, upper=False).mT
+
+    def inner_products(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """u_i^T Q_k^-1 u_i and u_i^T Q_k^-1 (x_i - mu_k), both (m, k')."""
+        at_u, at_x = self.coordinates(u[None]), self.coordinates(x - self.means[:, None])
+        return at_u.square().sum(dim=2).T, (at_u * at_x).sum(dim=2).T
+
+    def mean_coordinates(self) -> Tensor:
+        """The means there, (k', 1, d)."""
+        return self.coordinates(self.means[:, None])
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankMetric:
+    """Distances by the Woodbury identity in whitened space, where Q_k is I + F_k^T F_k.
+
+    With w = T x and w_k = T mu_k the squared distance is ||w - w_k||^2 - ||G_k (w - w_k)||^2: two products of
+    matrices for all queries and classes. Both terms are nearly always far from cancelling: the scatter of a class is
+    part of that in S, so F_k^T F_k <= 2 (n - 1) / nu I whatever the scale of the features, and the difference keeps at
+    least 1 / (1 + 2 (n - 1) / nu) of ||w - w_k||^2. A query for which a term does cancel (it lies next to a mean, or S
+    is left out and features are large) is served by the slower sums of squares.
+    """
+
+    whitening: _Whitening
+    means: Tensor  # w_k (k', p)
+    lengths: Tensor  # ||w_k||^2 (k',)
+    ridge: _Ridge  # with F_k = T-transformed roots (k', r, p)
+    means_along: Tensor  # G_k w_k (k', r)
+
+    def numbers_per_query(self) -> int:
+        """Size of the largest temporary, in numbers for each query."""
+        classes, rows, width = self.ridge.reduction.shape
+        return width + classes * (rows + 1)
+
+    def squared_distance(self, x: Tensor) -> Tensor:
+        """Distances (m, k') of centred queries (m, d)."""
+        w = self.whitening(x)
+        norms = w.square().sum(dim=1)[:, None] + self.lengths
+        distance = torch.addmm(norms, w, self.means.T, alpha=-2.0)  # ||w - w_k||^2 (m, k')
+        if rows := self.means_along.shape[1]:
+            # G_k (w - w_k), in an order (m, r, k') in which sums over r are sums of whole rows.
+            along = torch.addmm(-self.means_along.T.flatten(), w, self.ridge.reduction.transpose(0, 1).flatten(0, 1).T)
+            distance = distance - along.unflatten(1, (rows, -1)).square_().sum(dim=1)
+        kept = (distance >= _CANCELLED * norms).all(dim=1) & norms.isfinite().all(dim=1)
+        if len(lost := (~kept).nonzero()[:, 0]):
+            distance = distance.index_copy(0, lost, self._sum_of_squares(x[lost]))
+        return distance
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Map vectors (k', m, d), or (1, m, d) for all classes, to where Q_k is the identity: (k', m, p + r)."""
+        return torch.cat(self.ridge.parts(self.whitening(x)), dim=-1)
+
+    def inner_products(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """u_i^T Q_k^-1 u_i and u_i^T Q_k^-1 (x_i - mu_k), both (m, k').
+
+        As the distances: Q_k^-1 = T^T (I - G_k^T G_k) T, by products of matrices.
+        """
+        reduction = self.ridge.reduction
+        w_u, w_x = self.whitening(u), self.whitening(x)
+        along_u, along_x = ((w @ reduction.flatten(0, 1).T).unflatten(1, reduction.shape[:2]) for w in (w_u, w_x))
+        size = w_u.square().sum(dim=1)[:, None] - along_u.square().sum(dim=2)
+        cross = (w_u * w_x).sum(dim=1)[:, None] - w_u @ self.means.T
+        return size, cross - (along_u * (along_x - self.means_along)).sum(dim=2)
+
+    def mean_coordinates(self) -> Tensor:
+        """The means there, (k', 1, p + r)."""
+        return torch.cat(self.ridge.parts(self.means[:, None]), dim=-1)
+
+    def _sum_of_squares(self, x: Tensor) -> Tensor:
+        """Take the same distances from the (m, k', p) residuals, a few queries at a time."""
+        distances = []
+        for chunk in self.whitening(x).split(max(1, MAX_CHUNK_NUMBERS // self.means.numel())):
+            residual, b = self.ridge.parts(chunk - self.means[:, None])
+            distances.append((residual.square().sum(dim=2) + b.square().sum(dim=2)).T)
+        return torch.cat(distances)
+
+
+Metric = CholeskyMetric | LowRankMetric
+
+
+def make_metric(group: ClassGroup, shared: SharedCovariance, beta: float) -> Metric:
+    """Factor the covariances of a group of classes."""
+    rows, d = group.roots.shape[1:]
+    if len(shared.rows) and shared.is_wide and rows + 1 >= d:
+        return CholeskyMetric(group.means, cholesky(dense_covariance(group, shared, beta)))
+    whitening = _whitening(shared, group.shared_weight, beta)
+    means = whitening(group.means)
+    ridge = _ridge(whitening(group.roots.flatten(0, 1)).unflatten(0, group.roots.shape[:2]))
+    # In memory row by row of all classes, the order in which the metric multiplies them.
+    ridge = _Ridge(ridge.reduction.transpose(0, 1).contiguous().transpose(0, 1), ridge.cholesky)
+    along = (ridge.reduction @ means[:, :, None])[:, :, 0]
+    return LowRankMetric(whitening, means, means.square().sum(dim=1), ridge, along)
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Cholesky factor (..., r, r), refused where its pivots are mostly rounding: the beta I in ``matrix`` is lost."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    pivots, diagonal = factor.diagonal(dim1=-2, dim2=-1).square(), matrix.diagonal(dim1=-2, dim2=-1)
+    kept = pivots > MIN_ROUNDINGS * torch.finfo(matrix.dtype).eps * diagonal
+    if not (kept.all() and (failed == 0).all()):
+        raise ValueError(
+            "the support features are so large that beta I is lost to rounding and Q_k is singular: "
+            "scale the features down or raise beta"
+        )
+    return factor

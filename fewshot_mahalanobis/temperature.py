@@ -1,0 +1,80 @@
+"""The temperature of probabilities: softmax(logits / T) that fits labelled examples best.
+
+Guo et al., "On Calibration of Modern Neural Networks", ICML 2017. Without it, a softmax over distances (Bateni et al.,
+CVPR 2020, equation 1) is as confident as the distances are large, right or wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+#: Label smoothing of :func:`fit_temperature`, in pseudo-examples over all classes.
+_PSEUDO_EXAMPLES = 0.25
+
+
+class TemperatureFit(NamedTuple):
+    """A temperature and how well it fits."""
+
+    temperature: float
+    loss: float  # cross-entropy at that temperature, in nats an example
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """Temperature T under which softmax(logits / T) has the smallest cross-entropy on ``labels``.
+
+    If every example is classified correctly, the likelihood is largest for T = 0, a certainty that no finite sample
+    supports. So labels are smoothed, as Platt does, by a quarter of a pseudo-example: with c = 1 / 4k, of N examples
+    the true class gets (N + c) / (N + 1 / 4) and each other class c / (N + 1 / 4). Platt's whole pseudo-example for
+    each class made probabilities of few shots far too modest on validation classes.
+
+    Parameters
+    ----------
+    logits : Tensor of shape (n, k)
+        As by ``Head.leave_one_out_logits``. An example whose own class is at minus infinity, the only one of its
+        class, says nothing about T and is left out.
+    labels : int64 Tensor of shape (n,)
+        0..k-1.
+
+    Returns
+    -------
+    float
+        T > 0.
+
+    Raises
+    ------
+    ValueError
+        No class has two examples.
+
+    References
+    ----------
+    Platt: Probabilistic Outputs for Support Vector Machines. Advances in Large Margin Classifiers, 1999.
+    """
+    return temperature_fit(logits, labels, _PSEUDO_EXAMPLES / logits.shape[1]).temperature
+
+
+def temperature_fit(logits: Tensor, labels: Tensor, smoothing: float) -> TemperatureFit:
+    """Fit a temperature with ``smoothing`` pseudo-examples of every class beside each example's own."""
+    logits, labels = logits.detach().double().cpu(), labels.cpu()
+    told = torch.isfinite(logits.gather(1, labels[:, None]))[:, 0]
+    if not told.any():
+        raise ValueError("a temperature is fitted on left-out examples: at least one class needs two")
+    logits, labels = logits[told], labels[told]
+    n, k = logits.shape
+    total = n + k * smoothing
+    targets = torch.full_like(logits, smoothing / total).scatter(1, labels[:, None], (n + smoothing) / total)
+    spread = float(logits.std(dim=1).mean()) if k > 1 else 0.0
+    if spread == 0.0:
+        return TemperatureFit(1.0, math.log(k))
+    logits = logits / spread
+
+    def loss(log_temperature: float) -> float:
+        return -float((targets * torch.log_softmax(logits / math.exp(log_temperature), dim=1)).sum()) / n
+
+    # Convex in 1 / T, so log T has one minimum; ten e-foldings from the logits' spread all is uniform or one-hot.
+    best = minimize_scalar(loss, bounds=(-10.0, 10.0), method="bounded", options={"xatol": 1e-6})
+    return TemperatureFit(spread * math.exp(best.x), float(best.fun))
