@@ -45,15 +45,17 @@ def task_representation(model: SimpleCNAPS, support: Tensor) -> Tensor:
 
 
 def features(network: FilmResNet18, images: Tensor, film: Film | None) -> Tensor:
-    def modulated(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        return gamma[:, None, None] * x + beta[:, None, None] if film is not None else x
+    def modulated(x: Tensor, position: str) -> Tensor:
+        if film is None:
+            return x
+        gamma, beta = film[position]
+        return gamma[:, None, None] * x + beta[:, None, None]
 
     x = F.relu(network.bn1(network.conv1(images)))
     for index, blocks in enumerate(network.blocks):
         for number, block in enumerate(blocks):
-            gamma1, beta1, gamma2, beta2 = film[index][number] if film is not None else 4 * (torch.empty(0),)
-            out = F.relu(modulated(block.bn1(block.conv1(x)), gamma1, beta1))
-            out = modulated(block.bn2(block.conv2(out)), gamma2, beta2)
+            out = F.relu(modulated(block.bn1(block.conv1(x)), f"layers.{index}.{number}.bn1"))
+            out = modulated(block.bn2(block.conv2(out)), f"layers.{index}.{number}.bn2")
             x = F.relu(out + block.downsample(x))
     return x.mean(dim=(2, 3))
 

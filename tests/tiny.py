@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ class TinyExtractor(nn.Module):
     """Images (n, 3, 32, 32) -> features (n, 512); like a GPU, it can be too small for a batch."""
 
     out_features = 512
+    film_positions: ClassVar[dict[str, int]] = {}
     largest_batch = 10**9
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class TinyExtractor(nn.Module):
         self.conv1 = nn.Conv2d(3, self.out_features, 8, stride=8)
         self.batches: list[int] = []
 
-    def folded(self, film: Any, dtype: torch.dtype | None = None) -> TinyExtractor:
+    def for_inference(self, film: Any, dtype: torch.dtype | None = None) -> TinyExtractor:
         return self
 
     def forward(self, images: Tensor, film: Any = None) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,30 @@ from fewshot_mahalanobis.networks.film import Film
 #: How far features may lie from what they should be, as a share of their length: weights that were stored in bfloat16
 #: or another device's arithmetic move them less, another activation or another pooling moves them more.
 _TOLERANCE = 0.05
+
+
+class FeatureExtractor(Protocol):
+    """What Simple CNAPS asks of the module that turns images into features, beside being an ``nn.Module``.
+
+    :class:`~fewshot_mahalanobis.networks.resnet.FilmResNet18` is one, :class:`Backbone` another.
+    """
+
+    @property
+    def out_features(self) -> int:
+        """Entries d of a feature vector."""
+
+    @property
+    def film_positions(self) -> Mapping[str, int]:
+        """Names of the layers that take FiLM parameters -> their numbers of feature maps; empty if there are none."""
+
+    def __call__(self, images: Tensor, film: Film | None = None) -> Tensor:
+        """Images (n, 3, s, s) in [-1, 1] -> features (n, d), float32; differentiable with respect to ``film``."""
+
+    def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+        """A module of its own, images -> features, adapted for good and computing in ``dtype``."""
+
+    def eval(self) -> Any:
+        """As of any ``nn.Module``."""
 
 
 class Backbone(nn.Module):
@@ -82,6 +106,11 @@ class Backbone(nn.Module):
     def out_features(self) -> int:
         """Entries d of a feature vector."""
         return len(self.fingerprint)
+
+    @property
+    def film_positions(self) -> dict[str, int]:
+        """None: it is not adapted."""
+        return {}
 
     @property
     def description(self) -> dict[str, Any]:
@@ -249,7 +278,7 @@ class Backbone(nn.Module):
                 return _vectors(self.network(normalised))
         return _vectors(self.network(normalised))
 
-    def folded(self, film: Film | None = None, dtype: torch.dtype | None = None) -> Backbone:
+    def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> Backbone:
         """A module of its own that shares the weights: moving this one does not move the other.
 
         They stay in float32, as the network runs as its authors wrote it, under autocast for bfloat16.

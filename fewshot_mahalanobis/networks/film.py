@@ -1,40 +1,84 @@
 """FiLM, feature-wise linear modulation: gamma * x + beta per feature map (Perez et al., AAAI 2018).
 
-A FiLM layer that follows a BatchNorm in inference mode is that BatchNorm with another scale and shift,
-and both can be absorbed by the convolution before them. The first form is used where gradients flow to
-gamma and beta, the second once a task's adaptation is fixed.
+FiLM behind a BatchNorm in inference mode is that BatchNorm with another scale and shift, and the convolution before it
+can absorb both. The first form serves while gradients flow to gamma and beta, the second once a task's adaptation is
+fixed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class BlockFilm(NamedTuple):
-    """FiLM parameters of one residual block, each of shape (C,)."""
+class Film(Mapping[str, tuple[Tensor, Tensor]]):
+    """FiLM parameters of a network: position -> (gamma, beta), each of shape (C,).
 
-    gamma1: Tensor
-    beta1: Tensor
-    gamma2: Tensor
-    beta2: Tensor
+    A position is the name of the normalisation layer that FiLM follows, as in ``named_modules()`` of the network:
+    "layers.0.1.bn2" is the second BatchNorm of block 1 of layer 0 of the FiLM ResNet18. Which positions a network
+    has, and their widths C, its ``film_positions`` says.
+
+    Parameters
+    ----------
+    parameters : mapping of str to (Tensor, Tensor)
+    """
+
+    def __init__(self, parameters: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        self._parameters = dict(parameters)
+
+    @classmethod
+    def identity(cls, positions: Mapping[str, int]) -> Film:
+        """FiLM parameters that change nothing, gamma = 1 and beta = 0, for positions and their widths."""
+        return cls({name: (torch.ones(width), torch.zeros(width)) for name, width in positions.items()})
+
+    def __getitem__(self, position: str) -> tuple[Tensor, Tensor]:
+        return self._parameters[position]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def within(self, module: str) -> Film:
+        """The positions inside a module, named as that module names them."""
+        start = module + "."
+        return Film({name.removeprefix(start): pair for name, pair in self.items() if name.startswith(start)})
+
+    def to(self, device: torch.device) -> Film:
+        """The same parameters on another device."""
+        return Film({name: (gamma.to(device), beta.to(device)) for name, (gamma, beta) in self.items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in a file: "film.layers.0.1.bn2.gamma" and so on."""
+        return {
+            f"film.{position}.{name}": tensor
+            for position, pair in self.items()
+            for name, tensor in zip(("gamma", "beta"), pair, strict=True)
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Film:
+        """Undo :meth:`tensors`, in float32; other tensors of the file are left out.
+
+        Raises
+        ------
+        KeyError
+            A gamma has no beta.
+        """
+        positions = [name[5:-6] for name in tensors if name.startswith("film.") and name.endswith(".gamma")]
+        return cls({p: (tensors[f"film.{p}.gamma"].float(), tensors[f"film.{p}.beta"].float()) for p in positions})
 
 
-#: FiLM parameters of one residual layer: one ``BlockFilm`` a block.
-LayerFilm = Sequence[BlockFilm]
-#: FiLM parameters of the whole network: one ``LayerFilm`` a layer.
-Film = Sequence[LayerFilm]
-
-
-def film_batch_norm(bn: nn.BatchNorm2d, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+def film_batch_norm(bn: nn.BatchNorm2d, x: Tensor, film: tuple[Tensor, Tensor]) -> Tensor:
     """Gamma * bn(x) + beta, with ``bn`` in inference mode whatever mode the module is in.
 
     Scale and shift stay in float32 when x is in bfloat16, where gamma = 1.002 would round to 1.
     """
+    gamma, beta = film
     weight, bias = bn.weight * gamma, bn.bias * gamma + beta
     return F.batch_norm(x, bn.running_mean, bn.running_var, weight, bias, training=False, eps=bn.eps)
 
@@ -42,8 +86,8 @@ def film_batch_norm(bn: nn.BatchNorm2d, x: Tensor, gamma: Tensor, beta: Tensor) 
 class FoldedConv(nn.Module):
     """A convolution with bias that computes gamma * bn(conv(x)) + beta, ``bn`` in inference mode.
 
-    Its weights are channels_last, in ``dtype`` if that is given. It is no ``nn.Conv2d``: that would draw initial
-    weights, which takes longer than to fold.
+    Its weights are channels_last, in ``dtype`` if that is given. Not an ``nn.Conv2d``, which would draw initial
+    weights: that takes longer than folding.
     """
 
     @torch.no_grad()
@@ -51,18 +95,18 @@ class FoldedConv(nn.Module):
         self,
         conv: nn.Conv2d,
         bn: nn.BatchNorm2d,
-        gamma: Tensor | None = None,
-        beta: Tensor | None = None,
+        film: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         assert bn.running_mean is not None
         assert bn.running_var is not None
-        # One number a feature map: float64 costs nothing here and saves a rounding.
+        # One number per feature map: float64 costs nothing here and saves a rounding.
         scale = bn.weight.double() / torch.sqrt(bn.running_var.double() + bn.eps)
         shift = bn.bias.double() - bn.running_mean.double() * scale
-        if gamma is not None and beta is not None:
-            scale, shift = scale * gamma.double(), shift * gamma.double() + beta.double()
+        if film is not None:
+            gamma, beta = film[0].double(), film[1].double()
+            scale, shift = scale * gamma, shift * gamma + beta
         dtype = dtype or conv.weight.dtype
         weight = conv.weight * scale.to(conv.weight.dtype)[:, None, None, None]
         self.weight = nn.Parameter(weight.to(dtype, memory_format=torch.channels_last), requires_grad=False)

@@ -15,10 +15,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.covariance import full_precision
-from fewshot_mahalanobis.networks.film import BlockFilm, LayerFilm
+from fewshot_mahalanobis.gaussians.inputs import full_precision
+from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set
+
+
+#: The FiLM vectors of a block, under which their networks stand in a checkpoint.
+_VECTORS = ("gamma1", "beta1", "gamma2", "beta2")
 
 
 class ResidualDense(nn.Linear):
@@ -49,20 +53,21 @@ class _BlockProcessors(nn.Module):
         self.scales = nn.ModuleList()
         for _ in range(BLOCKS_PER_LAYER):
             networks, scales = nn.ModuleDict(), nn.ParameterDict()
-            for name in BlockFilm._fields:
+            for name in _VECTORS:
                 first = [nn.Linear(conditioned_on, channels), nn.ReLU()] if conditioned_on is not None else []
                 networks[name] = nn.Sequential(*first, *_residual_mlp(channels))
                 scales[name] = nn.Parameter(nn.init.normal_(torch.empty(channels), 0.0, 0.001))
             self.processors.append(networks)
             self.scales.append(scales)
 
-    def film(self, h: Tensor) -> LayerFilm:
-        """What the layer is conditioned on, as one vector -> FiLM parameters of its blocks."""
-        film = []
-        for networks, scales in zip(self.processors, self.scales, strict=True):
-            vectors = {n: networks[n](h) * scales[n] for n in BlockFilm._fields}  # type: ignore[index]
+    def film(self, h: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """The vector that the layer is conditioned on -> FiLM parameters of its blocks, "0.bn1" to "1.bn2"."""
+        film = {}
+        for number, (networks, scales) in enumerate(zip(self.processors, self.scales, strict=True)):
+            v = {name: networks[name](h) * scales[name] for name in _VECTORS}  # type: ignore[index]
             # gamma is generated about 1: a fresh generator leaves the network nearly as it is.
-            film.append(BlockFilm(vectors["gamma1"] + 1, vectors["beta1"], vectors["gamma2"] + 1, vectors["beta2"]))
+            film[f"{number}.bn1"] = v["gamma1"] + 1, v["beta1"]
+            film[f"{number}.bn2"] = v["gamma2"] + 1, v["beta2"]
         return film
 
 
@@ -73,7 +78,7 @@ class LayerGenerator(_BlockProcessors):
         super().__init__(channels)
         self.shared = nn.Sequential(nn.Linear(TASK_FEATURES, channels), nn.ReLU())
 
-    def forward(self, z: Tensor) -> LayerFilm:
+    def forward(self, z: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Task representation (64,) -> FiLM parameters of the layer's blocks."""
         return self.film(self.shared(z))
 
@@ -86,7 +91,7 @@ class AutoregressiveLayerGenerator(_BlockProcessors):
         self.shared = nn.Sequential(nn.Linear(in_channels, channels), nn.ReLU(), *_residual_mlp(channels))
         self.shared_post = nn.Sequential(nn.Linear(channels, channels), nn.ReLU())
 
-    def forward(self, z: Tensor, activations: Tensor) -> LayerFilm:
+    def forward(self, z: Tensor, activations: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Z (64,) and mean-pooled support activations (n, C_in) -> FiLM parameters of the layer's blocks."""
         h = self.shared_post(mean_over_set(self.shared(activations)))
         return self.film(torch.cat([h, z]))
@@ -105,10 +110,12 @@ class FilmGenerator(nn.Module):
 
     def forward(
         self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
-    ) -> list[LayerFilm]:
-        """Z (64,) -> 4 layers of 2 BlockFilm. The support images and the extractor are not looked at."""
+    ) -> Film:
+        """Z (64,) -> FiLM parameters. The support images and the extractor are not looked at."""
         with full_precision(z):
-            return [layer(z) for layer in self.layers]
+            return Film(
+                {f"layers.{j}.{name}": v for j, layer in enumerate(self.layers) for name, v in layer(z).items()}
+            )
 
 
 class AutoregressiveFilmGenerator(FilmGenerator):
@@ -121,18 +128,19 @@ class AutoregressiveFilmGenerator(FilmGenerator):
 
     def forward(
         self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
-    ) -> list[LayerFilm]:
-        """Z (64,), support images (n, 3, h, w) and the frozen network -> 4 layers of 2 BlockFilm.
+    ) -> Film:
+        """Z (64,), support images (n, 3, h, w) and the frozen network -> FiLM parameters.
 
         The support set passes through the network one layer at a time: the statistics that condition a
         layer are means over the whole set, so they do not depend on ``chunk_size``.
         """
-        film: list[LayerFilm] = []
+        film = Film({})
         maps = [extractor.stem(chunk) for chunk in support_images.split(chunk_size or len(support_images))]
         for index, layer in enumerate(self.layers):
             activations = torch.cat([chunk.float().mean(dim=(2, 3)) for chunk in maps])
             with full_precision(z):
-                film.append(layer(z, activations))
+                new = {f"layers.{index}.{name}": vectors for name, vectors in layer(z, activations).items()}
+            film = Film({**film, **new})
             if index + 1 < len(self.layers):
-                maps = [extractor.layer(index, chunk, film[index]) for chunk in maps]
+                maps = [extractor.layer(index, chunk, film) for chunk in maps]
         return film

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.networks.film import BlockFilm, Film, FoldedConv, LayerFilm, film_batch_norm
+from fewshot_mahalanobis.networks.film import Film, FoldedConv, film_batch_norm
 
 #: Feature maps of the four residual layers.
 LAYER_WIDTHS = (64, 128, 256, 512)
@@ -37,13 +37,13 @@ class FilmBlock(nn.Module):
                 nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
             )
 
-    def forward(self, x: Tensor, film: BlockFilm | None = None) -> Tensor:
-        """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
+    def forward(self, x: Tensor, film: Film | None = None) -> Tensor:
+        """Maps (n, C_in, h, w) -> maps (n, C, h', w'); the positions of ``film`` are "bn1" and "bn2"."""
         if film is None:
             out = self.bn2(self.conv2(F.relu_(self.bn1(self.conv1(x)))))
         else:
-            out = F.relu_(film_batch_norm(self.bn1, self.conv1(x), film.gamma1, film.beta1))
-            out = film_batch_norm(self.bn2, self.conv2(out), film.gamma2, film.beta2)
+            out = F.relu_(film_batch_norm(self.bn1, self.conv1(x), film["bn1"]))
+            out = film_batch_norm(self.bn2, self.conv2(out), film["bn2"])
         return F.relu_(out.add_(self.downsample(x)))  # in place: maps are large and memory is slow
 
 
@@ -76,14 +76,24 @@ class FilmResNet18(nn.Module):
         """``layers`` as what they are: residual block ``[layer][number]``."""
         return cast("list[list[FilmBlock]]", self.layers)
 
+    @property
+    def film_positions(self) -> dict[str, int]:
+        """The BatchNorms that FiLM follows, by name, and their numbers of feature maps."""
+        return {
+            f"layers.{index}.{number}.bn{norm}": channels
+            for index, channels in enumerate(LAYER_WIDTHS)
+            for number in range(BLOCKS_PER_LAYER)
+            for norm in (1, 2)
+        }
+
     def stem(self, images: Tensor) -> Tensor:
         """Images (n, 3, h, w) -> the maps (n, 64, h', w') that enter the first residual layer."""
         return F.relu_(self.bn1(self.conv1(images)))
 
-    def layer(self, index: int, x: Tensor, film: LayerFilm | None = None) -> Tensor:
+    def layer(self, index: int, x: Tensor, film: Film | None = None) -> Tensor:
         """Residual layer ``index`` (0 to 3) on maps (n, C_in, h, w) -> (n, C, h', w')."""
         for number, block in enumerate(self.blocks[index]):
-            x = block(x, None if film is None else film[number])
+            x = block(x, None if film is None else film.within(f"layers.{index}.{number}"))
         return x
 
     def forward(self, images: Tensor, film: Film | None = None) -> Tensor:
@@ -93,7 +103,7 @@ class FilmResNet18(nn.Module):
         ----------
         images : Tensor of shape (n, 3, h, w)
             In [-1, 1].
-        film : 4 layers of 2 BlockFilm, optional
+        film : Film, optional
             From a FiLM generator; without it the network is not adapted.
 
         Returns
@@ -103,10 +113,10 @@ class FilmResNet18(nn.Module):
         """
         x = self.stem(images)
         for index in range(len(self.layers)):
-            x = self.layer(index, x, None if film is None else film[index])
+            x = self.layer(index, x, film)
         return x.float().mean(dim=(2, 3))
 
-    def folded(self, film: Film | None = None, dtype: torch.dtype | None = None) -> FoldedResNet18:
+    def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> FoldedResNet18:
         """The network for inference, with BatchNorm and FiLM absorbed into its convolutions.
 
         Adaptation is constant within a task, so an adapted network costs what a plain one does. Its weights are
@@ -118,11 +128,10 @@ class FilmResNet18(nn.Module):
 class FoldedBlock(nn.Module):
     """A :class:`FilmBlock` for inference."""
 
-    def __init__(self, block: FilmBlock, film: BlockFilm | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, block: FilmBlock, film: Film | None, dtype: torch.dtype | None) -> None:
         super().__init__()
-        gamma1, beta1, gamma2, beta2 = film if film is not None else (None, None, None, None)
-        self.conv1 = FoldedConv(block.conv1, block.bn1, gamma1, beta1, dtype)
-        self.conv2 = FoldedConv(block.conv2, block.bn2, gamma2, beta2, dtype)
+        self.conv1 = FoldedConv(block.conv1, block.bn1, None if film is None else film["bn1"], dtype)
+        self.conv2 = FoldedConv(block.conv2, block.bn2, None if film is None else film["bn2"], dtype)
         self.downsample: nn.Module = nn.Identity()
         if isinstance(block.downsample, nn.Sequential):
             conv, bn = cast("tuple[nn.Conv2d, nn.BatchNorm2d]", tuple(block.downsample))
@@ -144,7 +153,7 @@ class FoldedResNet18(nn.Module):
         self.stem = FoldedConv(network.conv1, network.bn1, dtype=dtype)
         self.blocks = nn.Sequential(
             *(
-                FoldedBlock(block, None if film is None else film[index][number], dtype)
+                FoldedBlock(block, None if film is None else film.within(f"layers.{index}.{number}"), dtype)
                 for index, layer in enumerate(network.blocks)
                 for number, block in enumerate(layer)
             )

@@ -29,8 +29,8 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
-from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.heads import Head, make_head
+from fewshot_mahalanobis.networks.backbone import Backbone, FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator
 from fewshot_mahalanobis.checkpoints.authors_state_dict import convert_published_state_dict
@@ -118,8 +118,6 @@ class SimpleCNAPS(
         super().__init__()
         if adaptation not in GENERATORS:
             raise ValueError(f"adaptation must be one of {sorted(GENERATORS)}, not {adaptation!r}")
-        if head not in HEADS:
-            raise ValueError(f"head must be one of {sorted(HEADS)}, not {head!r}")
         smallest = 32 if backbone is None else 1  # the set encoder halves an image five times
         if not smallest <= image_size <= 1024:
             raise ValueError(f"image_size must be from {smallest} to 1024 pixels, not {image_size!r}")
@@ -141,7 +139,7 @@ class SimpleCNAPS(
         if backbone is not None:
             self.config["backbone"] = backbone.description
         self.image_size = image_size
-        self.feature_extractor: FilmResNet18 | Backbone = (
+        self.feature_extractor: FeatureExtractor = (
             FilmResNet18().requires_grad_(False).eval() if backbone is None else backbone
         )
         generator = GENERATORS[adaptation]
@@ -149,7 +147,7 @@ class SimpleCNAPS(
         self.film_generator = generator() if generator is not None else None
         self.projection = ProjectionNetwork(FilmResNet18.out_features) if projection else None
         covariance = RegularizedCovariance(beta, task_covariance, one_shot_covariance)
-        self.head: Head = MahalanobisHead(covariance, scale) if head == "mahalanobis" else HEADS[head]()
+        self.head: Head = make_head(head, covariance=covariance, scale=scale)
 
     def train(self, mode: bool = True) -> SimpleCNAPS:
         """Set training mode everywhere but in the frozen backbone."""
@@ -293,7 +291,7 @@ class SimpleCNAPS(
             As above; so ``task_covariance``.
         beta : float or "auto"
             Ridge in squared feature units. The default suits features of any scale: it is chosen on each support set by
-            exact leave-one-out (:func:`~fewshot_mahalanobis.calibration.choose_beta`).
+            exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.choose.choose_settings`).
 
         Returns
         -------
@@ -429,7 +427,7 @@ class AdaptedTask:
 
     Attributes
     ----------
-    film : 4 layers of 2 BlockFilm, or None
+    film : Film, or None
         The FiLM parameters of the task; None without adaptation.
     head : Head
     support_features : Tensor of shape (n, d)
@@ -448,7 +446,7 @@ class AdaptedTask:
         self.head = head
         self.dtype = dtype
         self._projection = model.projection
-        self._extractor = model.feature_extractor.folded(film, dtype)
+        self._extractor = model.feature_extractor.for_inference(film, dtype)
         self._device = model.device
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fewshot_mahalanobis.networks.film import Film, LayerFilm
+from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -85,7 +85,7 @@ class _Recomputing:
     def stem(self, images: Tensor) -> Tensor:
         return self._extractor.stem(images)
 
-    def layer(self, index: int, x: Tensor, film: LayerFilm) -> Tensor:
+    def layer(self, index: int, x: Tensor, film: Film) -> Tensor:
         return _recomputed(self._extractor.layer, index, x, film)
 
 

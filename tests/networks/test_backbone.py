@@ -23,7 +23,8 @@ from sklearn.base import clone
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance, SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.calibration import choose_beta
+from fewshot_mahalanobis.gaussians.choose import choose_settings
+from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.checkpoints import CheckpointError, load_checkpoint
 from fewshot_mahalanobis.heads import EuclideanHead
 from tests.checkpoints.checkpoint_server import Hub, hub_on_this_machine
@@ -115,7 +116,7 @@ def test_logits_are_the_heads_on_those_features_with_beta_chosen_on_the_support_
     classifier = classifier_on(network).fit(pictures(8), LABELS)
     support, queries = by_hand(network, pictures(8)), by_hand(network, pictures(3, seed=1))
     codes = torch.from_numpy(np.unique(LABELS, return_inverse=True)[1])
-    beta = choose_beta(RegularizedCovariance(), support, codes)
+    beta = choose_settings(CovarianceSettings("auto"), support, codes).ridge
     assert beta != 1.0
     expected = MahalanobisHead(RegularizedCovariance(beta))(support, codes, queries).numpy()
     np.testing.assert_allclose(classifier.decision_function(pictures(3, seed=1)), expected, rtol=1e-3)
@@ -126,7 +127,7 @@ def test_settings_of_the_head_are_those_given_even_where_the_model_has_another_h
     assert isinstance(model.head, EuclideanHead)
     head = SimpleCNAPSClassifier(model, head="mahalanobis").fit(pictures(8), LABELS).task_.head
     assert isinstance(head, MahalanobisHead)
-    assert (head.scale, head.covariance.beta, head.covariance.task_covariance) == (0.5, 0.25, False)
+    assert (head.scale, head.covariance.settings.beta, head.covariance.settings.task_covariance) == (0.5, 0.25, False)
 
 
 def test_an_episode_through_the_model_is_what_an_adapted_task_gives(network: nn.Module) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import SimpleCNAPS
-from fewshot_mahalanobis.networks.film import BlockFilm
 from tests.golden import recipe
 
 GOLDEN = Path(recipe.__file__).parent
@@ -67,10 +66,10 @@ def test_published_figures_are_reproduced(model, case):
         assert relative_error(z[None], episode.golden["task_representation"]) < 1e-4
         for layer in range(4):
             for block in range(2):
-                for name in BlockFilm._fields:
-                    ours = getattr(film[layer][block], name)
-                    golden = episode.golden[f"film.layer{layer + 1}.block{block}.{name}"]
-                    assert relative_error(ours, golden) < 1e-4, (layer, block, name)
+                for norm in (1, 2):
+                    for name, ours in zip(("gamma", "beta"), film[f"layers.{layer}.{block}.bn{norm}"]):
+                        golden = episode.golden[f"film.layer{layer + 1}.block{block}.{name}{norm}"]
+                        assert relative_error(ours, golden) < 1e-4, (layer, block, name)
 
     task = network.adapt(episode.support, labels)
     assert relative_error(task.support_features, episode.golden["support_features"]) < 1e-4

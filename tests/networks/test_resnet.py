@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from fewshot_mahalanobis.networks.film import BlockFilm
-from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
+from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.resnet import LAYER_WIDTHS, FilmResNet18
 
 
 @pytest.fixture
@@ -19,16 +19,14 @@ def network() -> FilmResNet18:
     return network.eval()
 
 
-def random_film(seed: int = 0) -> list[list[BlockFilm]]:
+def random_film(seed: int = 0) -> Film:
     generator = torch.Generator().manual_seed(seed)
 
     def vector(channels: int, offset: float) -> torch.Tensor:
         return offset + 0.3 * torch.randn(channels, generator=generator)
 
-    return [
-        [BlockFilm(*(vector(c, o) for o in (1.0, 0.0, 1.0, 0.0))) for _ in range(BLOCKS_PER_LAYER)]
-        for c in LAYER_WIDTHS
-    ]
+    positions = FilmResNet18().film_positions
+    return Film({name: (vector(width, 1.0), vector(width, 0.0)) for name, width in positions.items()})
 
 
 def images(n: int, size: int, seed: int = 0) -> torch.Tensor:
@@ -46,21 +44,18 @@ def test_84_pixels_keep_41_positions_and_give_512_features(network):
 
 
 def test_identity_film_changes_nothing(network):
-    film = [
-        [BlockFilm(torch.ones(c), torch.zeros(c), torch.ones(c), torch.zeros(c)) for _ in range(BLOCKS_PER_LAYER)]
-        for c in LAYER_WIDTHS
-    ]
+    film = Film.identity(network.film_positions)
     with torch.no_grad():
         torch.testing.assert_close(network(images(2, 32), film), network(images(2, 32)), rtol=1e-6, atol=1e-6)
 
 
 def test_film_scales_and_shifts_the_output_of_both_batch_norms(network):
     """Against the block written out: gamma * bn(conv) + beta before each nonlinearity or sum."""
-    film, x = random_film()[1][0], torch.randn(2, 64, 9, 9, generator=torch.Generator().manual_seed(1))
+    film, x = random_film().within("layers.1.0"), torch.randn(2, 64, 9, 9, generator=torch.Generator().manual_seed(1))
     block = network.layers[1][0]
     with torch.no_grad():
-        out = film.gamma1[:, None, None] * block.bn1(block.conv1(x)) + film.beta1[:, None, None]
-        out = film.gamma2[:, None, None] * block.bn2(block.conv2(torch.relu(out))) + film.beta2[:, None, None]
+        out = film["bn1"][0][:, None, None] * block.bn1(block.conv1(x)) + film["bn1"][1][:, None, None]
+        out = film["bn2"][0][:, None, None] * block.bn2(block.conv2(torch.relu(out))) + film["bn2"][1][:, None, None]
         expected = torch.relu(out + block.downsample(x))
         torch.testing.assert_close(block(x, film), expected, rtol=1e-5, atol=1e-5)
 
@@ -69,9 +64,9 @@ def test_film_scales_and_shifts_the_output_of_both_batch_norms(network):
 def test_folded_network_equals_the_network_with_batch_norm_and_film(network, film):
     with torch.no_grad():
         expected = network(images(3, 48), film)
-        folded = network.folded(film)
+        folded = network.for_inference(film)
         assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.modules())
-        halves, kernels = network.folded(film, torch.bfloat16).state_dict(), folded.state_dict()
+        halves, kernels = network.for_inference(film, torch.bfloat16).state_dict(), folded.state_dict()
         assert all(torch.equal(halves[name], kernel.bfloat16()) for name, kernel in kernels.items())
         assert all(half.is_contiguous(memory_format=torch.channels_last) for half in halves.values() if half.ndim == 4)
         torch.testing.assert_close(folded(images(3, 48)), expected, rtol=1e-4, atol=1e-5)
@@ -79,16 +74,16 @@ def test_folded_network_equals_the_network_with_batch_norm_and_film(network, fil
 
 def test_folding_leaves_the_network_alone(network):
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    network.folded(random_film())
+    network.for_inference(random_film())
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
 
 def test_film_under_training_mode_still_uses_running_statistics(network):
     film = random_film()
     with torch.no_grad():
-        expected = network.layers[0][0](torch.ones(2, 64, 5, 5), film[0][0])
+        expected = network.layers[0][0](torch.ones(2, 64, 5, 5), film.within("layers.0.0"))
         network.train()
         before = network.layers[0][0].bn1.running_mean.clone()
-        got = network.layers[0][0](torch.ones(2, 64, 5, 5), film[0][0])
+        got = network.layers[0][0](torch.ones(2, 64, 5, 5), film.within("layers.0.0"))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert torch.equal(network.layers[0][0].bn1.running_mean, before)

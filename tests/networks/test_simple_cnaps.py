@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import EuclideanHead, SimpleCNAPS
-from fewshot_mahalanobis.networks.film import BlockFilm
 
 VARIANTS = [
     {},
@@ -99,10 +98,11 @@ def test_a_fresh_generator_leaves_the_network_nearly_as_it_is():
         torch.manual_seed(0)
         model = SimpleCNAPS(image_size=32)
     with torch.no_grad():
-        for block in (block for layer in model.film_parameters(episode()[0]) for block in layer):
-            assert isinstance(block, BlockFilm)
-            assert (block.gamma1 - 1).abs().max() < 0.05
-            assert block.beta2.abs().max() < 0.05
+        film = model.film_parameters(episode()[0])
+    assert {name: len(gamma) for name, (gamma, _) in film.items()} == model.feature_extractor.film_positions
+    for gamma, beta in film.values():
+        assert (gamma - 1).abs().max() < 0.05
+        assert beta.abs().max() < 0.05
 
 
 @pytest.mark.parametrize("adaptation", ["film", "auto-regressive"])

@@ -65,7 +65,7 @@ def test_film_parameters_in_chunks_and_their_gradient_are_those_of_the_whole_set
     weights = None
     results = []
     for film in (model.film_parameters(support), film_parameters(model, support, 2)):
-        vector = torch.cat([torch.cat(block) for layer in film for block in layer])
+        vector = torch.cat(list(film.tensors().values()))
         if weights is None:
             weights = torch.randn(len(vector), generator=torch.Generator().manual_seed(3))
         found = torch.autograd.grad((vector * weights).sum(), parameters)
