@@ -16,11 +16,8 @@ from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
 from fewshot_mahalanobis.evaluation.result import Scores
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
+from fewshot_mahalanobis.heads import HEADS, Head, make_head
 from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask, SimpleCNAPS
-
-#: Heads whose name is not how a table calls them.
-_TITLES = {"euclidean": "Euclidean", "manhattan": "Manhattan", "dot_product": "dot product"}
 
 
 class Variant(NamedTuple):
@@ -47,7 +44,7 @@ class Variant(NamedTuple):
     def title(self) -> str:
         """Heading of its column in a table."""
         parts = ["adapted" if self.adapt else "not adapted"]
-        parts += [_TITLES.get(self.head, self.head)] * (self.head != "mahalanobis")
+        parts += [HEADS[self.head].title if self.head in HEADS else self.head] * (self.head != "mahalanobis")
         parts += ["-TR"] * (not self.task_covariance) + ["no projection"] * (not self.projection)
         return ", ".join(parts)
 
@@ -107,12 +104,12 @@ def head_of(model: SimpleCNAPS, variant: Variant) -> Head[Any]:
         config = model.config
         task_covariance = config["task_covariance"] and variant.task_covariance
         covariance = RegularizedCovariance(config["beta"], task_covariance, config["one_shot_covariance"])
-        return MahalanobisHead(covariance, config["scale"])
+        return make_head(variant.head, covariance=covariance, scale=config["scale"])
     if variant.head == model.config["head"]:
         return model.head
     if variant.head == "linear":
         raise ValueError(f"the checkpoint has no trained linear head, its head is {model.config['head']!r}")
-    return HEADS[variant.head]()
+    return make_head(variant.head)
 
 
 def evaluate_source(
@@ -232,7 +229,10 @@ def evaluate_episodes(
             class_accuracies[variant].append(np.bincount(episode.query_labels, right, episode.way) / queries)
     return {
         variant: Scores.of(
-            np.array(accuracies[variant]), np.array(ways), np.concatenate(class_accuracies[variant]), np.concatenate(shots)
+            np.array(accuracies[variant]),
+            np.array(ways),
+            np.concatenate(class_accuracies[variant]),
+            np.concatenate(shots),
         )
         for variant in variants
     }

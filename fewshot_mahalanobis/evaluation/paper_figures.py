@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from fewshot_mahalanobis.evaluation.accuracy import Variant
 from fewshot_mahalanobis.evaluation.averages import data_set_of
 from fewshot_mahalanobis.evaluation.result import Row
+from fewshot_mahalanobis.heads import HEADS
 
 #: This package's names of the data sets -> the paper's.
 _DATA_SETS = {
@@ -52,16 +53,6 @@ IN_DOMAIN: dict[str, tuple[str, ...]] = {
     "no-adaptation-mini-imagenet": ("mini_imagenet",),
 }
 
-#: Our heads -> the paper's names of the methods that use them.
-_HEADS = {
-    "mahalanobis": "Simple CNAPS",
-    "euclidean": "squared Euclidean",
-    "manhattan": "absolute distance",
-    "cosine": "cosine",
-    "dot_product": "dot product",
-    "linear": "CNAPS",
-}
-
 
 class Figure(NamedTuple):
     """Accuracy and half-width of its 95 % interval, in per cent, and the marks of differences in protocol or data."""
@@ -79,7 +70,7 @@ def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
     as_trained = variant.head == config["head"] and variant.task_covariance and variant.projection
     if variant.adapt and config["adaptation"] != "none" and not as_trained:
         return None  # its network was not trained with that head
-    name = _HEADS.get(variant.head, "")
+    name = HEADS[variant.head].paper_title if variant.head in HEADS else ""
     if variant.head == "mahalanobis" and not (variant.task_covariance and config["task_covariance"]):
         name += " -TR"
     if config["projection"] and variant.projection:
