@@ -1,1 +1,1 @@
-"""Image sources and the episodes drawn from them, for meta-training and evaluation."""
+"""Episodes drawn from image sources."""

@@ -1,9 +1,8 @@
 """Episodes of variable way and shot, as Meta-Dataset samples them.
 
 Triantafillou et al., "Meta-Dataset: A Dataset of Datasets for Learning to Learn from Few Examples", ICLR 2020,
-section 3.2: first the classes, then how many images of each. Where paper and published code
-(github.com/google-research/meta-dataset, ``meta_dataset/data/sampling.py``) could be read differently, this
-follows the code.
+section 3.2: first the classes, then the number of images of each. Where paper and published code
+(github.com/google-research/meta-dataset, ``meta_dataset/data/sampling.py``) differ, this follows the code.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fewshot_mahalanobis.episodes.sampling import Episode, draw_images, episode_rng
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.episodes.sampling import Episode, draw_images, episode_rng
 
-#: A node of ImageNet's hierarchy that has more classes below it is not drawn: at this value every class can
-#: still be reached, and no more freedom is needed than that.
-MOST_LEAVES = 392
+#: Nodes of ImageNet's hierarchy with more classes below them are not drawn; every class is below some smaller node.
+MAX_LEAVES = 392
 
 
 @dataclass(frozen=True)
@@ -30,17 +28,16 @@ class EpisodeLimits:
     Attributes
     ----------
     min_way, max_way : int
-        Classes an episode.
+        Classes per episode.
     max_queries : int
-        Query images a class.
+        Query images per class.
     max_support : int
-        Support images an episode.
+        Support images per episode.
     max_share : int
-        What one class may add to the size of the support set. It bounds the sum alone: a class that draws
-        a large share of an uneven episode can have more support images than this.
+        Contribution of a class to the size of the support set. Only the sum is bounded: in an imbalanced episode a
+        class can have more support images than this.
     log_weights : (float, float)
-        A class's share of the support is proportional to its size times exp(alpha), alpha uniform
-        between these.
+        Bounds of the uniform alpha; a class's share of the support set is proportional to its size times exp(alpha).
     """
 
     min_way: int = 5
@@ -59,35 +56,32 @@ class EpisodeLimits:
             raise ValueError(f"max_queries and max_share must be positive, got {self.max_queries}, {self.max_share}")
 
 
-#: What the paper evaluates with (Bateni et al., CVPR 2020, after CNAPS: Requeima et al., NeurIPS 2019).
+#: For evaluation, as in the paper (Bateni et al., CVPR 2020, after CNAPS: Requeima et al., NeurIPS 2019).
 EVALUATION = EpisodeLimits()
-#: What it meta-trains with.
+#: For meta-training, as in the paper.
 TRAINING = EpisodeLimits(max_way=40, max_support=400)
 
 
 class VariableEpisodes:
-    """Meta-Dataset's episodes of one source: index -> :class:`Episode`.
-
-    An episode is a function of the source's name (data set and split), the seed and the index.
+    """Meta-Dataset's episodes of one source, of variable way and shot.
 
     Parameters
     ----------
     source : ImageSource
-        With a hierarchy, classes are drawn along it: within one alphabet, or all below one synset.
+        With a hierarchy, the classes of an episode are from one alphabet, or below one synset.
     limits : EpisodeLimits
     seed : int
 
     Raises
     ------
     ValueError
-        A class has one image, or there are fewer than ``min_way`` classes (in an alphabet, or below
-        every synset).
+        A class has only one image, or there are fewer than ``min_way`` classes (in an alphabet, or below every synset).
     """
 
     def __init__(self, source: ImageSource, limits: EpisodeLimits = EVALUATION, *, seed: int = 0) -> None:
-        self.source_name = source.name
-        self.limits = limits
-        self.seed = seed
+        self._source_name = source.name
+        self._limits = limits
+        self._seed = seed
         self._images = source.indices_of_class()
         small = [name for name, images in zip(source.class_names, self._images, strict=True) if len(images) < 2]
         if small:
@@ -100,7 +94,7 @@ class VariableEpisodes:
         if source.hierarchy is not None:
             self._groups = [np.array(group) for group in source.hierarchy.groups]
         if self._whole:
-            self._groups = [group for group in self._groups if limits.min_way <= len(group) <= MOST_LEAVES]
+            self._groups = [group for group in self._groups if limits.min_way <= len(group) <= MAX_LEAVES]
         fewest = min(map(len, self._groups), default=0)
         if fewest < limits.min_way:
             where = "a group of its classes" if source.hierarchy is not None else "it"
@@ -108,12 +102,12 @@ class VariableEpisodes:
 
     def draw(self, index: int) -> Episode:
         """Episode ``index``."""
-        rng = episode_rng(self.source_name, self.seed, index)
-        classes = draw_classes(self._groups, self._whole, self.limits, rng)
+        rng = episode_rng(self._source_name, self._seed, index)
+        classes = draw_classes(self._groups, self._whole, self._limits, rng)
         images = [self._images[k] for k in classes]
         sizes = np.array([len(members) for members in images])
-        queries = queries_per_class(sizes, self.limits)
-        return draw_images(images, draw_shots(sizes, queries, self.limits, rng), queries, rng)
+        queries = queries_per_class(sizes, self._limits)
+        return draw_images(images, draw_shots(sizes, queries, self._limits, rng), queries, rng)
 
 
 def draw_classes(
@@ -121,8 +115,8 @@ def draw_classes(
 ) -> NDArray[np.int64]:
     """Step 1: the classes of an episode.
 
-    One group, each as likely as the other. Of it: all classes if ``whole``, but no more than ``max_way``
-    of them, at random; else a number that is uniform between ``min_way`` and what group and ``max_way`` allow.
+    All groups are equally likely. With ``whole``, all classes of the group, or ``max_way`` random ones if there are
+    more; else a uniform number of them from ``min_way`` to ``max_way`` or the size of the group.
     """
     group = groups[int(rng.integers(len(groups)))]
     most = min(limits.max_way, len(group))
@@ -133,7 +127,7 @@ def draw_classes(
 
 
 def queries_per_class(sizes: NDArray[np.int64], limits: EpisodeLimits) -> int:
-    """Step 2a: q = min(10, half of the smallest class), the same number for every class.
+    """Step 2a: q = min(10, half of the smallest class), equal for all classes.
 
     ``sizes`` (way,) are the image counts of the episode's classes, 2 or more.
     """
@@ -145,9 +139,9 @@ def draw_shots(
 ) -> NDArray[np.int64]:
     """Steps 2b and 2c: the support images of each class, (way,).
 
-    The size of the support set is min(500, sum_c ceil(beta min(100, size_c - q))) with one beta, uniform in
-    (0, 1]. Each class gets one image and its share of the rest, rounded down, where shares are
-    proportional to exp(alpha_c) size_c with alpha_c uniform in [log 1/2, log 2); and no more than it has.
+    The size of the support set is min(500, sum_c ceil(beta min(100, size_c - q))), with one beta uniform in (0, 1].
+    Each class gets one image and its share of the rest, rounded down and limited to its remaining images. Shares are
+    proportional to exp(alpha_c) size_c, with alpha_c uniform in [log 1/2, log 2).
     """
     available = sizes - queries
     beta = rng.uniform()  # in [0, 1): floor(beta x) + 1 is ceil(beta x) for beta in (0, 1]

@@ -1,7 +1,8 @@
 """Episodes: which images of a source are support and which are query.
 
-An episode is a pure function of (data set, split, seed, index): the same on any worker, in any order. The first
-two are the source's name.
+An episode is a pure function of (source, seed, index): the same in every process, drawn in any order. The samplers also
+seed by the source's name (data set and split), so that sources of the same shape get different episodes. Only the
+evaluation of N-way K-shot episodes does not (see :class:`FixedEpisodes`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,7 @@ from fewshot_mahalanobis.data.sources import ImageSource
 
 @dataclass(frozen=True)
 class Episode:
-    """Image indices of one task. Labels are 0 to way - 1, every class among the support.
+    """Image indices of one task. Labels are 0 to way - 1; every class is in the support set.
 
     Attributes
     ----------
@@ -38,39 +40,91 @@ class Episode:
         return int(self.support_labels.max()) + 1
 
 
+class Episodes(Protocol):
+    """Sampler of the episodes of one source."""
+
+    def draw(self, index: int) -> Episode:
+        """Episode ``index``."""
+
+
 def episode_rng(*parts: int | str) -> np.random.Generator:
-    """The generator of the episode that ``parts`` (source, seed, index) name."""
+    """Random generator of the episode that ``parts`` identify: source name, seed, index."""
     # Not hash(): it differs from process to process.
     words = [int.from_bytes(hashlib.sha256(p.encode()).digest(), "big") if isinstance(p, str) else p for p in parts]
     return np.random.default_rng(np.random.SeedSequence(words))
 
 
 class FixedEpisodes:
-    """Plain N-way K-shot episodes of one source: index -> :class:`Episode`.
+    """N-way K-shot episodes of one source.
 
     Parameters
     ----------
     source : ImageSource
     way, shot, queries : int
-        Classes an episode, support and query images a class; see :func:`draw_episode`.
+        Classes per episode, support and query images per class; see :func:`draw_episode`.
     seed : int
+    seed_by_name : bool
+        Whether the source's name also seeds the episodes. Evaluation leaves it out, because the published accuracies
+        were measured on those episodes.
 
     Raises
     ------
     ValueError
-        From :meth:`draw`: too few classes have ``shot + 1`` images.
+        From :meth:`draw`: fewer than ``way`` classes have ``shot + 1`` images.
     """
 
-    def __init__(self, source: ImageSource, way: int, shot: int, queries: int = 10, *, seed: int = 0) -> None:
-        self.source_name = source.name
-        self.seed = seed
+    def __init__(
+        self, source: ImageSource, way: int, shot: int, queries: int = 10, *, seed: int = 0, seed_by_name: bool = True
+    ) -> None:
+        self._seeds: tuple[int | str, ...] = (source.name, seed) if seed_by_name else (seed,)
         self._classes = source.indices_of_class()
         self._shots = [shot] * way
         self._queries = queries
 
     def draw(self, index: int) -> Episode:
         """Episode ``index``."""
-        return draw_episode(self._classes, self._shots, self._queries, episode_rng(self.source_name, self.seed, index))
+        return draw_episode(self._classes, self._shots, self._queries, episode_rng(*self._seeds, index))
+
+
+class SmallEpisodes:
+    """Episodes like a user's tasks: 5 to 10 ways, 1 to 6 shots; half of them with a number of shots for each class.
+
+    Parameters
+    ----------
+    source : ImageSource
+        With small classes, shots stay two below the median class size; ways never exceed the number of classes that
+        have more images than that.
+    queries : int
+        Query images per class.
+    seed : int
+
+    Raises
+    ------
+    ValueError
+        Half of the classes have fewer than 3 images.
+    """
+
+    def __init__(self, source: ImageSource, queries: int, *, seed: int = 0) -> None:
+        self._source_name = source.name
+        self._seed = seed
+        self._classes = source.indices_of_class()
+        self._queries = queries
+        sizes = [len(images) for images in self._classes]
+        self._max_shot = min(6, int(np.median(sizes)) - 2)
+        if self._max_shot < 1:
+            raise ValueError(f"{source.name}: half of the classes have fewer than 3 images; leave them out")
+        self._max_way = sum(size > self._max_shot for size in sizes)
+
+    def draw(self, index: int) -> Episode:
+        """Episode ``index``."""
+        rng = episode_rng(self._source_name, self._seed, index)
+        return draw_episode(self._classes, self._draw_shots(rng), self._queries, rng)
+
+    def _draw_shots(self, rng: np.random.Generator) -> list[int]:
+        way = min(int(rng.integers(5, 11)), self._max_way)
+        if rng.random() < 0.5:
+            return [int(rng.integers(1, self._max_shot + 1))] * way
+        return rng.integers(1, self._max_shot + 1, way).tolist()
 
 
 def draw_episode(
@@ -83,9 +137,9 @@ def draw_episode(
     classes : list of int64 arrays
         Image indices of each class of the source.
     shots : list of int
-        Support images of each class; their number is the way.
+        Support images of each class; the length is the way.
     queries : int
-        Query images a class; a class with too few images gives those it has left.
+        Query images per class; a class with fewer images gives those that are left.
     rng : numpy Generator
 
     Raises
@@ -121,17 +175,3 @@ def draw_images(
         np.concatenate(query),
         np.repeat(np.arange(len(shots)), [len(q) for q in query]),
     )
-
-
-def draw_training_shots(classes: Sequence[NDArray[np.int64]], rng: np.random.Generator) -> list[int]:
-    """Ways and shots for meta-training on tasks like those a user brings: 5 to 10 ways, 1 to 6 shots.
-
-    Half of the tasks have one number of shots, half a number for each class.
-    """
-    way = int(rng.integers(5, 11))
-    most = min(6, int(np.median([len(images) for images in classes])) - 2)
-    enough = sum(len(images) > most for images in classes)
-    way = min(way, enough)
-    if rng.random() < 0.5:
-        return [int(rng.integers(1, most + 1))] * way
-    return rng.integers(1, most + 1, way).tolist()

@@ -1,4 +1,4 @@
-"""Ways and shots of episodes, drawn: what a sampler makes of its sources."""
+"""Plots of the ways and shots that a sampler draws."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fewshot_mahalanobis.episodes.sampling import Episode
 
 
 def plot_ways_and_shots(episodes: Mapping[str, Sequence[Episode]], path: str | Path) -> None:
-    """Write a figure of how many ways, support images and shots a class the episodes of each source have.
+    """Plot the distribution of ways, support images and shots per class over the episodes of each source.
 
     Parameters
     ----------
     episodes : mapping of str to list of Episode
-        By source.
+        Source to its episodes.
     path : path
-        The figure; its suffix names the format (.png, .pdf, .svg).
+        File to write; the suffix gives the format (.png, .pdf, .svg).
     """
     from matplotlib.figure import Figure
 
     measures = {
         "ways": lambda episode: [episode.way],
         "support images": lambda episode: [len(episode.support)],
-        "shots of a class": lambda episode: np.bincount(episode.support_labels).tolist(),
+        "shots per class": lambda episode: np.bincount(episode.support_labels).tolist(),
     }
     figure = Figure(figsize=(2 + 0.5 * len(episodes), 2.5 * len(measures)), layout="constrained")
     for axes, (title, measure) in zip(figure.subplots(len(measures), sharex=True), measures.items(), strict=True):

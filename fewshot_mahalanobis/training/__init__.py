@@ -1,1 +1,1 @@
-"""Training: the backbone (``pretrain``) and the adaptation networks (``meta_train``)."""
+"""Training of the backbone and of the adaptation networks."""

@@ -1,21 +1,24 @@
-"""Random views of training images, from an explicit generator."""
+"""Augmentation of training images: each by itself for pre-training, all images of a task alike for meta-training."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.data.sources import ImageSource
+
 
 def uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> Tensor:
-    """Float32 draws from U[low, high)."""
+    """Draw float32 from U[low, high)."""
     return torch.rand(shape, generator=generator) * (high - low) + low
 
 
 def random_resized_crops(images: Tensor, size: int, min_area: float, generator: torch.Generator) -> Tensor:
-    """A crop of min_area to 1 of each image's area, aspect 3/4 to 4/3, resized to ``size``.
+    """Crop each image at random, aspect ratio 3/4 to 4/3, and resize the crop.
 
     Parameters
     ----------
@@ -23,7 +26,7 @@ def random_resized_crops(images: Tensor, size: int, min_area: float, generator: 
     size : int
         Side of the square result, in pixels.
     min_area : float
-        Smallest crop, as a share of the image's area.
+        Minimum area of a crop, as a share of the image.
     generator : torch.Generator
 
     Returns
@@ -46,13 +49,13 @@ def random_resized_crops(images: Tensor, size: int, min_area: float, generator: 
 
 
 def random_flips(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Mirror each image (n, c, h, w) left to right with probability 1/2."""
+    """Flip each image (n, c, h, w) horizontally with probability 1/2."""
     flip = torch.rand(len(images), generator=generator) < 0.5
     return torch.where(flip[:, None, None, None], images.flip(3), images)
 
 
 def random_brightness_contrast(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Scale each image (n, c, h, w), in [-1, 1], about its mean and shift it, each by up to ``strength``."""
+    """Change contrast and brightness of each image (n, c, h, w), in [-1, 1], by up to ``strength``."""
     n = len(images)
     contrast = uniform((n, 1, 1, 1), 1 - strength, 1 + strength, generator)
     brightness = uniform((n, 1, 1, 1), -strength, strength, generator)
@@ -61,8 +64,80 @@ def random_brightness_contrast(images: Tensor, strength: float, generator: torch
 
 
 def random_turns(images: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Turn a ``share`` of the images (n, c, s, s) by one, two or three quarters; with the quarters (n,), int64."""
+    """Rotate a ``share`` of the images (n, c, s, s) by 1 to 3 quarter turns; also returns these, (n,), int64."""
     turned = torch.rand(len(images), generator=generator) < share
     quarters = torch.where(turned, torch.randint(1, 4, (len(images),), generator=generator), 0)
     rotated = [torch.rot90(image, k, (1, 2)) for image, k in zip(images, quarters.tolist(), strict=True)]
     return torch.stack(rotated), quarters
+
+
+def is_grey(source: ImageSource) -> bool:
+    """Whether the three channels are equal in a sample of the source's images."""
+    sample = source.images[:: max(1, len(source.images) // 64)]
+    return bool((sample == sample[..., :1]).all())
+
+
+def augment_task(images: Tensor, size: int, grey: bool, rng: np.random.Generator) -> Tensor:
+    """Transform all images of a task alike, at random.
+
+    Classes stay the same while the task moves to another domain, so that few sources give many domains. Transforms are
+    flips, resolution, contrast and brightness; for drawings also quarter turns, framing and inversion; for photographs
+    also greyscale.
+
+    Parameters
+    ----------
+    images : Tensor of shape (n, 3, h, w)
+        In [-1, 1].
+    size : int
+        Side of the square result, in pixels.
+    grey : bool
+        Whether the images are drawings, see :func:`is_grey`.
+    rng : numpy Generator
+
+    Returns
+    -------
+    Tensor of shape (n, 3, size, size)
+        In [-1, 1], channels last in memory.
+    """
+    if rng.random() < 0.5:
+        images = images.flip(3)
+    if grey:
+        images = torch.rot90(images, int(rng.integers(4)), dims=(2, 3))
+        framing = rng.random()
+        if framing < 0.4:  # scanned characters are often cropped one by one
+            images = cut_to_ink(images, rng.uniform(0.0, 0.3))
+        elif framing < 0.6:
+            margin = int(rng.uniform(0, 0.2) * images.shape[2])
+            images = images[:, :, margin : images.shape[2] - margin, margin : images.shape[3] - margin]
+        if rng.random() < 0.5:
+            images = -images
+    elif rng.random() < 0.1:
+        images = images.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1)
+    if rng.random() < (0.65 if grey else 0.3):
+        coarse = round(math.exp(rng.uniform(math.log(7), math.log(32)))) if grey else int(rng.integers(24, 57))
+        images = F.interpolate(images, (coarse, coarse), mode="bilinear", antialias=True)
+    if images.shape[2] != size:
+        images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
+    contrast, brightness = rng.uniform(0.7, 1.2), rng.uniform(-0.2, 0.2)
+    return (images * contrast + brightness).clamp(-1, 1).contiguous(memory_format=torch.channels_last)
+
+
+def cut_to_ink(images: Tensor, margin: float) -> Tensor:
+    """Zoom each image (n, 3, h, w) to the square around its ink, the pixels darker than mid-grey.
+
+    ``margin`` is the free space around the ink, as a share of the square's side. Images without ink stay as they are.
+    """
+    n, _, height, width = images.shape
+    ink = images[:, 0] < 0
+    boxes = []
+    for marked, length in ((ink.any(2), height), (ink.any(1), width)):
+        first, last = marked.byte().argmax(1), length - marked.flip(1).byte().argmax(1)
+        boxes.append((torch.where(marked.any(1), first, 0), last))
+    (top, bottom), (left, right) = boxes
+    side = torch.maximum((bottom - top) / height, (right - left) / width) * (1 + margin)
+    # affine_grid maps output coordinates to input coordinates, both from -1 to 1.
+    theta = torch.zeros(n, 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = side
+    theta[:, 0, 2], theta[:, 1, 2] = (left + right) / width - 1, (top + bottom) / height - 1
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)

@@ -1,17 +1,16 @@
 """Meta-training in bounded memory: gradients through a random subset of the support set.
 
 LITE: Bronskill, Massiceti, Patacchiola, Hofmann, Nowozin & Turner, "Memory Efficient Meta-Learning with Large Images",
-NeurIPS 2021. The logits of a task are those of its whole support set, and so is the derivative of the loss with respect
-to every support feature; back through the network goes a subset H of the n support images alone, with its gradient
-times n / |H|. The sum over images is linear in which images are in H, so the expectation of this gradient over H, drawn
-uniformly, is the gradient.
+NeurIPS 2021. The logits of a task, and the derivative of the loss with respect to every support feature, use the whole
+support set. Only a random subset H of the n support images is back-propagated through the network, with its gradient
+multiplied by n / |H|. The gradient is a sum over images, so its expectation over uniform subsets H is exact.
 
-That argument holds for one sum over the support set. Here there are more, one inside the other: the mean that makes the
-task representation, the batch statistics in every layer of the set encoder, and the activations that condition an
-auto-regressive generator. Through these the gradient is exact: activations are not kept but computed again, |H| images
-at a time, when the gradient comes by (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). The same is
-done with the queries. What is held are the activations of |H| images, and for every support image the maps between the
-layers of the set encoder, which are small (and between those of the network, for an auto-regressive generator).
+This argument holds for one sum over the support set. Here sums are nested: the mean that gives the task representation,
+the batch statistics in every layer of the set encoder, and the activations that condition an auto-regressive generator.
+Their gradients are computed exactly, with checkpointing: activations are not stored but recomputed in the backward
+pass, |H| images at a time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Queries are treated
+alike. Memory holds the activations of |H| images, and per support image only the small maps between the layers of the
+set encoder (and between those of the network, for an auto-regressive generator).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Result = TypeVar("Result")
 def lite_logits(
     model: SimpleCNAPS, support_images: Tensor, support_labels: Tensor, query_images: Tensor, size: int
 ) -> Tensor:
-    """What ``model(support_images, support_labels, query_images)`` gives, with LITE's gradient.
+    """Logits of ``model(support_images, support_labels, query_images)``, with LITE's gradient.
 
     Parameters
     ----------
@@ -46,7 +45,7 @@ def lite_logits(
     support_labels : int64 Tensor of shape (n,)
     query_images : Tensor of shape (m, 3, h, w)
     size : int
-        |H|, also the images in work at a time elsewhere. With n or more the gradient is exact.
+        |H|, and the chunk size elsewhere. With n or more the gradient is exact.
 
     Returns
     -------
@@ -68,7 +67,7 @@ def lite_logits(
 
 
 def film_parameters(model: SimpleCNAPS, support_images: Tensor, chunk_size: int) -> Film:
-    """``model.film_parameters`` with an exact gradient, holding the activations of ``chunk_size`` images at a time."""
+    """``model.film_parameters`` with an exact gradient, storing activations of ``chunk_size`` images at a time."""
     if model.set_encoder is None or model.film_generator is None:
         raise ValueError("a model without adaptation has no FiLM parameters")
     z = _encode(model.set_encoder, support_images, chunk_size)
@@ -77,7 +76,7 @@ def film_parameters(model: SimpleCNAPS, support_images: Tensor, chunk_size: int)
 
 
 class _Recomputing:
-    """A feature extractor, as far as an auto-regressive generator looks at it, whose layers keep no activations."""
+    """The layers of a feature extractor, for an auto-regressive generator, without stored activations."""
 
     def __init__(self, extractor: FilmResNet18) -> None:
         self._extractor = extractor
@@ -90,7 +89,7 @@ class _Recomputing:
 
 
 def _encode(encoder: SetEncoder, images: Tensor, chunk_size: int) -> Tensor:
-    """The task representation (64,) of images (n, 3, h, w), layer by layer with the statistics of the whole set."""
+    """Task representation (64,) of images (n, 3, h, w), layer by layer with the statistics of the whole set."""
     if len(images) <= chunk_size:
         return encoder(images)
     x = images
@@ -106,12 +105,12 @@ def _encode(encoder: SetEncoder, images: Tensor, chunk_size: int) -> Tensor:
 
 
 def _moments(conv: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Variance (biased) and mean of each map that a convolution gives, both (C,)."""
+    """Biased variance and mean of each channel of a convolution's output, both (C,)."""
     return torch.var_mean(conv(images).float(), dim=(0, 2, 3), correction=0)
 
 
 def _layer(conv: nn.Module, norm: nn.BatchNorm2d, images: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """One layer of the set encoder with given statistics, which F.batch_norm would not differentiate."""
+    """One layer of the set encoder with given statistics, differentiable in them, unlike F.batch_norm."""
     scale = norm.weight * torch.rsqrt(variance + norm.eps)
     shift = norm.bias - mean * scale
     y = conv(images)
@@ -119,5 +118,5 @@ def _layer(conv: nn.Module, norm: nn.BatchNorm2d, images: Tensor, mean: Tensor, 
 
 
 def _recomputed(function: Callable[..., Result], *arguments: object) -> Result:
-    """``function(*arguments)``, whose activations are computed again when its gradient is."""
+    """Call ``function(*arguments)``; its activations are recomputed in the backward pass."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

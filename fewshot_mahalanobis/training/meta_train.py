@@ -1,7 +1,7 @@
 """Meta-training: the adaptation networks learn from episodes, the backbone stays frozen.
 
 Bateni et al., CVPR 2020, appendix "Experimental details": 110,000 tasks, 16 a step, Adam at 5e-4, and an L2 penalty of
-0.001 on the scales of the FiLM generator; the best of the checkpoints that are validated every 10,000 tasks is kept.
+0.001 on the scales of the FiLM generator. Checkpoints are validated every 10,000 tasks, and the best one is kept.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from fewshot_mahalanobis.training.run import (
     shared_out,
     start_processes,
 )
-from fewshot_mahalanobis.episodes.tasks import Task, TrainingTasks, ValidationTasks
+from fewshot_mahalanobis.training.tasks import Task, TrainingTasks, ValidationTasks
 from fewshot_mahalanobis.training.validation import better_on_most, validate
 
 
 class TaskLogits(nn.Module):
-    """A task's logits as one forward pass, which is what Accelerate wraps to average gradients between processes."""
+    """Logits of a task as one forward pass, which Accelerate wraps to average gradients between processes."""
 
     def __init__(self, model: SimpleCNAPS, lite: int | None = None) -> None:
         super().__init__()
@@ -46,17 +46,17 @@ class TaskLogits(nn.Module):
         self.lite = lite
 
     def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
-        """Logits (m, k), see :class:`SimpleCNAPS`; by LITE where that is asked for."""
+        """Logits (m, k), see :class:`SimpleCNAPS`; with LITE's gradient if ``lite`` is set."""
         if self.lite is None:
             return self.model(support_images, support_labels, query_images)
         return lite_logits(self.model, support_images, support_labels, query_images, self.lite)
 
 
 def scale_features_(model: SimpleCNAPS, factor: float) -> None:
-    """Multiply the features of the backbone, adapted or not, by ``factor``, exactly, by rescaling layer 4.
+    """Multiply the backbone's features, adapted or not, by ``factor``, by rescaling layer 4.
 
-    beta I in equation 3 presumes a feature scale, while the scale that supervised training ends at is an
-    accident: its classifier adjusts to any.
+    Equation 3 adds beta I, which presumes a feature scale; that of a supervised backbone is arbitrary, because its
+    linear classifier adjusts to any.
     """
     first, second = cast(FilmResNet18, model.feature_extractor).blocks[-1]
     with torch.no_grad():
@@ -64,13 +64,13 @@ def scale_features_(model: SimpleCNAPS, factor: float) -> None:
             cast(Tensor, bn.weight).mul_(factor)
             cast(Tensor, bn.bias).mul_(factor)
         second.conv1.weight.div_(factor)
-        if model.film_generator is not None:  # beta is added to what has been scaled
+        if model.film_generator is not None:  # FiLM's beta is added after scaling
             for scales in cast(LayerGenerator, model.film_generator.layers[-1]).scales:
                 cast(nn.ParameterDict, scales)["beta2"].mul_(factor)
 
 
 def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:
-    """The recipe's rate, or half a cosine from it to zero after a few steps of warm-up."""
+    """Learning rate of a step: constant, or half a cosine to zero after a short warm-up."""
     if recipe.schedule == "constant":
         return recipe.learning_rate
     warm = max(1, steps // 20)
@@ -78,18 +78,18 @@ def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:
 
 
 def validation_due(step: int, recipe: MetaTrainRecipe) -> bool:
-    """Whether a multiple of ``validate_every`` tasks is reached by the tasks of step ``step`` (from 0)."""
+    """Whether step ``step`` (from 0) completes a multiple of ``validate_every`` tasks."""
     before = step * recipe.tasks_per_step
     return (before + recipe.tasks_per_step) // recipe.validate_every > before // recipe.validate_every
 
 
 def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
-    """The model that a recipe starts from: the backbone's weights, random or given adaptation networks.
+    """Make the model that training starts from: the backbone, with random or given adaptation networks.
 
     Raises
     ------
     ValueError
-        ``model`` has an unknown argument or no adaptation, or ``init`` is of another model.
+        ``model`` has an unknown setting or no adaptation, or ``init`` is a checkpoint of another model.
     """
     from fewshot_mahalanobis.checkpoints import load_checkpoint
 
@@ -103,7 +103,7 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
         raise ValueError("a model without adaptation has nothing to meta-train")
     if recipe.init is not None:
         before = load_checkpoint(recipe.init)
-        if {**before.config, "scale": model.config["scale"]} != model.config:  # s is no weight
+        if {**before.config, "scale": model.config["scale"]} != model.config:  # s is not a weight
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
         model.load_state_dict(before.state_dict())
     model.feature_extractor.load_state_dict(_backbone_weights(recipe.backbone))
@@ -112,7 +112,7 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
 
 
 def _backbone_weights(backbone: str) -> dict[str, Tensor]:
-    """Those of a file that ``pretrain`` wrote, or of a checkpoint whose network is the same ResNet18."""
+    """Backbone weights from a file that ``pretrain`` wrote, or from a checkpoint with the same network."""
     from fewshot_mahalanobis.checkpoints import load_checkpoint
 
     if backbone.endswith(".safetensors"):
@@ -134,25 +134,25 @@ def meta_train(
     save_every: float = 300.0,
     progress: bool = True,
 ) -> SimpleCNAPS:
-    """Meta-train; killed and started again, it continues where it stood, to the bit on a CPU.
+    """Meta-train. A killed run continues when started again, with identical results on a CPU.
 
-    Called in every process that ``accelerate launch`` started, it does this process's share of every step. Neither
-    the number of processes nor that of workers changes which tasks a step has.
+    With ``accelerate launch`` every process calls this function and does its share of each step. The tasks of a step do
+    not depend on the number of processes or workers.
 
     Parameters
     ----------
     recipe : MetaTrainRecipe
     output : path
-        Run folder, the same in every process. At the end the last weights stand in its sub-folder ``checkpoint``, and
-        with validation sources the best ones in ``best``.
+        Run folder, the same in every process. The results are the checkpoints in its sub-folders ``checkpoint`` (last
+        weights) and, with validation sources, ``best``.
     device : {"auto", "cpu"}
-        "auto": a GPU where there is one.
+        "auto": a GPU if there is one.
     workers : int
-        Processes that prepare tasks, for each process of the run; 0 prepares them in this one.
+        Processes that prepare tasks, per process of the run; 0: the process itself.
     lazy : bool
-        Decode images when they are asked for, not once into memory (21 kB an image, in every process of the run).
+        Decode images on demand instead of keeping them in memory (21 kB per image and process).
     tensorboard : bool
-        Write logs for TensorBoard, in the run folder.
+        Also write logs for TensorBoard, in the run folder.
     save_every : float
         Seconds between saved states.
     progress : bool
@@ -166,7 +166,7 @@ def meta_train(
     Raises
     ------
     ValueError
-        The recipe cannot be followed, or the folder holds a run with another one.
+        The recipe does not fit the sources or the backbone, or the folder holds a run with another recipe.
     """
     from fewshot_mahalanobis.checkpoints import save_checkpoint
 
@@ -204,7 +204,7 @@ def meta_train(
             sampler=numbers[accelerator.process_index :: accelerator.num_processes],
             num_workers=workers,
             pin_memory=accelerator.device.type == "cuda",
-            generator=torch.Generator(),  # else the workers' seed is drawn from the global one
+            generator=torch.Generator(),  # else workers would be seeded by the global generator
         )
     )
     saved = reported = time.monotonic()
@@ -217,7 +217,7 @@ def meta_train(
         for number in range(share):
             task: Task = next(tasks).to(accelerator.device)
             last_task = number + 1 == share
-            # Gradients add up in every process and are averaged between them once a step, with its last task.
+            # Gradients accumulate in every process and are averaged between processes with the last task of a step.
             with nullcontext() if last_task else accelerator.no_sync(network):
                 with autocast(accelerator.device, recipe.precision):
                     logits = network(task.support_images, task.support_labels, task.query_images)
@@ -225,7 +225,7 @@ def meta_train(
                 accuracy = (logits.argmax(1) == task.query_labels).float().mean()
                 means += torch.stack([loss.detach(), accuracy]) / share
                 objective = loss / share
-                if last_task:  # the penalty is one of the step, not of a task
+                if last_task:  # the penalty counts once per step
                     objective = objective + recipe.penalty * generator.penalty()
                 objective.backward()
         optimizer.step()

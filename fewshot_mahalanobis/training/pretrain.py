@@ -1,7 +1,7 @@
 """Supervised training of the backbone f_theta on folders or zips of class folders.
 
-The network that meta-training later freezes is an ordinary classifier first (Bateni et al., CVPR 2020, section 5).
-Image size grows during training, which sees the same number of images in about half the time of full size throughout.
+The network that meta-training freezes is trained as an ordinary classifier first (Bateni et al., CVPR 2020, section 5).
+The image size grows during training, which about halves the time of an epoch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.training.augment import (
@@ -41,25 +42,24 @@ from fewshot_mahalanobis.training.run import (
     start_processes,
 )
 
-#: Steps between reports; a state is saved with a report.
+#: Steps between reports; states are saved with reports.
 REPORT_EVERY = 10
-#: Quarter turns that an image may stand in.
+#: Number of possible rotations, in quarter turns.
 TURNS = 4
 
 
 class TrainingImages(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Number -> augmented image, label and quarter turns.
+    """Augmented images, labels and quarter turns, by number.
 
-    A pure function of (seed, number), so any worker of any process may make it. The numbers of step
-    ``i`` are those from ``i * batch_size``; every epoch is a permutation of all images, of which those that fill no
-    batch are left out.
+    A pure function of (recipe, number), so that any worker can prepare them. Step ``i`` begins with number
+    ``i * batch_size``. Every epoch is a permutation of all images, without those that do not fill a batch.
     """
 
     def __init__(self, sources: Sequence[ImageSource], recipe: PretrainRecipe) -> None:
         self.recipe = recipe
         self.images = [source.images for source in sources]
         self.class_names = sorted({name for source in sources for name in source.class_names})
-        # Classes of one name are one class: ImageNet subsets share WordNet ids.
+        # Classes of the same name are one class: subsets of ImageNet share WordNet ids.
         index = {name: i for i, name in enumerate(self.class_names)}
         self.labels = torch.from_numpy(
             np.concatenate([np.array([index[n] for n in s.class_names])[s.labels] for s in sources])
@@ -67,7 +67,7 @@ class TrainingImages(Dataset[tuple[Tensor, Tensor, Tensor]]):
         self.offsets = np.cumsum([0, *(len(s.images) for s in sources)])
         self.steps_per_epoch = len(self.labels) // recipe.batch_size
         if self.steps_per_epoch == 0:
-            raise ValueError(f"{len(self.labels)} images are fewer than one batch of {recipe.batch_size}")
+            raise ValueError(f"{len(self.labels)} images are fewer than one batch of batch_size = {recipe.batch_size}")
         self.steps = self.steps_per_epoch * recipe.epochs
         self._permutation: tuple[int, Tensor] | None = None
 
@@ -98,7 +98,7 @@ def _seed(*parts: int) -> int:
 
 
 def learning_rate(step: int, steps: int, recipe: PretrainRecipe) -> float:
-    """Linear warm-up to the peak, then half a cosine to zero."""
+    """Learning rate: linear warm-up to the peak, then half a cosine to zero."""
     warm = max(1, round(recipe.warmup * steps))
     if step < warm:
         return recipe.peak_lr * (step + 1) / warm
@@ -116,24 +116,24 @@ def pretrain(
     save_every: float = 300.0,
     progress: bool = True,
 ) -> FilmResNet18:
-    """Train the backbone; killed and started again, it continues where it stood, to the bit on a CPU.
+    """Train the backbone. A killed run continues when started again, with identical results on a CPU.
 
-    Called in every process that ``accelerate launch`` started, it does this process's share of every batch. On GPUs
-    the processes share the statistics of BatchNorm.
+    With ``accelerate launch`` every process calls this function and does its share of each batch. On GPUs the processes
+    share BatchNorm statistics.
 
     Parameters
     ----------
     recipe : PretrainRecipe
     output : path
-        Run folder, the same in every process; ``backbone.safetensors`` stands there at the end.
+        Run folder, the same in every process. The result is its ``backbone.safetensors``.
     device : {"auto", "cpu"}
-        "auto": a GPU where there is one.
+        "auto": a GPU if there is one.
     workers : int
-        Processes that prepare images, for each process of the run; 0 prepares them in this one.
+        Processes that prepare images, per process of the run; 0: the process itself.
     lazy : bool
-        Decode images when they are asked for, not once into memory (21 kB an image, in every process of the run).
+        Decode images on demand instead of keeping them in memory (21 kB per image and process).
     tensorboard : bool
-        Write logs for TensorBoard, in the run folder.
+        Also write logs for TensorBoard, in the run folder.
     save_every : float
         Seconds between saved states.
     progress : bool
@@ -147,12 +147,12 @@ def pretrain(
     Raises
     ------
     ValueError
-        The recipe cannot be followed, or the folder holds a run with another one.
+        The recipe does not fit the sources, or the folder holds a run with another recipe.
 
     Warns
     -----
     UserWarning
-        Several processes train on CPUs: BatchNorm then normalises with each process's share of the batch.
+        Several processes train on CPUs: BatchNorm then uses the statistics of each process's share of the batch.
     """
     accelerator = start_processes(device)
     place = accelerator.device
@@ -162,7 +162,7 @@ def pretrain(
     images = TrainingImages([open_training_source(source, **settings) for source in recipe.sources], recipe)
     validation = None
     if recipe.validation is not None and accelerator.is_main_process:
-        validation = open_training_source(recipe.validation, **settings)
+        validation = NearestMean(open_training_source(recipe.validation, **settings), recipe.precision)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -175,12 +175,12 @@ def pretrain(
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         else:
             warnings.warn(
-                f"PyTorch shares BatchNorm's statistics between GPUs alone: each of {accelerator.num_processes} "
-                f"processes normalises with its own {share} of {recipe.batch_size} images",
+                f"BatchNorm statistics are shared between GPUs only: each of the {accelerator.num_processes} processes "
+                f"normalises with its own {share} of {recipe.batch_size} images",
                 stacklevel=2,
             )
     model.to(place).to(memory_format=torch.channels_last)
-    # Weight decay acts on the matrices; on BatchNorm's scales and shifts it would fight the statistics.
+    # Weight decay only for matrices: the scales and shifts of BatchNorm would fight it.
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.SGD(
@@ -207,7 +207,7 @@ def pretrain(
         sampler=numbers[accelerator.process_index :: accelerator.num_processes],
         num_workers=workers,
         pin_memory=place.type == "cuda",
-        generator=torch.Generator(),  # else the workers' seed is drawn from the global one
+        generator=torch.Generator(),  # else workers would be seeded by the global generator
     )
     saved = reported = time.monotonic()
     losses: list[Tensor] = []
@@ -235,7 +235,7 @@ def pretrain(
             speed = len(losses) * recipe.batch_size / (time.monotonic() - reported)
             record: dict[str, Any] = {"loss": mean, "size": batch.shape[-1], "images_per_second": round(speed, 1)}
             if epoch_ends and validation is not None:
-                record["validation"] = nearest_mean_accuracy(backbone, validation, place)
+                record["validation"] = validation.accuracy(backbone, place)
                 model.train()
             run.log(step + 1, **record)
             bar.set_postfix(loss=f"{mean:.3f}", px=batch.shape[-1])
@@ -248,27 +248,48 @@ def pretrain(
         save_file(weights, str(run.path / "backbone.safetensors"))
     accelerator.wait_for_everyone()
     with torch.device("meta"):
-        trained = FilmResNet18()  # with the BatchNorm that adaptation knows
+        trained = FilmResNet18()  # with ordinary BatchNorm again
     trained.load_state_dict(weights, assign=True)
     return trained.eval()
 
 
-def nearest_mean_accuracy(
-    backbone: FilmResNet18, source: ImageSource, device: torch.device, episodes: int = 400, seed: int = 0
-) -> float:
-    """5-way 5-shot accuracy of the nearest class mean on ``source``: how well features transfer, in seconds."""
-    backbone.eval()
-    with torch.no_grad(), autocast(device, "bfloat16"):
-        batches = np.array_split(np.arange(len(source.images)), math.ceil(len(source.images) / 128))
-        features = torch.cat([backbone(source.network_input(batch).to(device)).cpu() for batch in batches])
-    rng = np.random.default_rng(seed)
-    classes = source.indices_of_class()
-    correct = []
-    for _ in range(episodes):
-        ways = rng.choice(len(classes), 5, replace=False)
-        drawn = np.stack([rng.permutation(classes[way])[:20] for way in ways])
-        means = features[drawn[:, :5]].mean(1)
-        distances = torch.cdist(features[drawn[:, 5:]].flatten(0, 1), means)
-        truth = torch.arange(5).repeat_interleave(drawn.shape[1] - 5)
-        correct.append(float((distances.argmin(1) == truth).float().mean()))
-    return float(np.mean(correct))
+class NearestMean:
+    """5-way 5-shot accuracy of nearest class means on one source: a quick measure of how well features transfer.
+
+    Parameters
+    ----------
+    source : ImageSource
+        Classes with fewer than 20 images give fewer than 15 queries; those with fewer than 6 are not drawn.
+    precision : {"bfloat16", "float32"}
+        Precision of the convolutions.
+    episodes : int
+
+    Raises
+    ------
+    ValueError
+        Fewer than 5 classes have 6 images.
+    """
+
+    WAY, SHOT, QUERIES = 5, 5, 15
+
+    def __init__(self, source: ImageSource, precision: str, episodes: int = 400) -> None:
+        self._source = source
+        self._precision = precision
+        sampler = FixedEpisodes(source, self.WAY, self.SHOT, self.QUERIES)
+        self._episodes = [sampler.draw(index) for index in range(episodes)]
+
+    def accuracy(self, backbone: FilmResNet18, device: torch.device) -> float:
+        """Mean over the episodes, as a share of 1. Leaves the backbone in evaluation mode."""
+        features = self._features(backbone.eval(), device)
+        correct = []
+        for episode in self._episodes:
+            means = features[episode.support].view(self.WAY, self.SHOT, -1).mean(1)
+            nearest = torch.cdist(features[episode.query], means).argmin(1).numpy()
+            correct.append(float((nearest == episode.query_labels).mean()))
+        return float(np.mean(correct))
+
+    def _features(self, backbone: FilmResNet18, device: torch.device) -> Tensor:
+        n = len(self._source.images)
+        batches = map(self._source.network_input, np.array_split(np.arange(n), math.ceil(n / 128)))
+        with torch.no_grad(), autocast(device, self._precision):
+            return torch.cat([backbone(batch.to(device)).float().cpu() for batch in batches])

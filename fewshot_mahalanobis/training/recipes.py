@@ -1,88 +1,108 @@
-"""What the training commands are asked for: two dataclasses, and the TOML files that fill them.
+"""Settings of the two trainings: checked dataclasses, and the files and assignments that fill them.
 
 Nothing here needs PyTorch: the command line takes its defaults from these classes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import sys
-import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import msgspec
+from msgspec import Meta
+
+Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
 #: (share of training, side of its images in pixels), in order.
-Phases = tuple[tuple[float, int], ...]
+Phases = tuple[tuple[Share, Count], ...]
+#: Precision of the convolutions.
+Precision = Literal["bfloat16", "float32"]
+EpisodeKind = Literal["variable", "fixed", "small"]
+Schedule = Literal["constant", "cosine"]
 
-#: Precision of the convolutions: of both commands, in the order that messages name them.
-PRECISIONS = ("bfloat16", "float32")
-EPISODES = ("variable", "fixed", "small")
-SCHEDULES = ("constant", "cosine")
+
+class _Checked:
+    """A dataclass whose fields are checked against their annotations, and converted where nothing is lost."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise ValueError(f"{name} must be {' or '.join(map(repr, get_args(hint)))}, not {value!r}")
+            try:
+                converted = msgspec.convert(value, hint)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{name} = {value!r}: {error}") from error
+            object.__setattr__(self, name, converted)
 
 
 @dataclass(frozen=True)
-class PretrainRecipe:
-    """Settings of :func:`~fewshot_mahalanobis.training.pretrain.pretrain`, for ImageNet-like photographs by default.
+class PretrainRecipe(_Checked):
+    """Settings of :func:`~fewshot_mahalanobis.training.pretrain.pretrain`; the defaults suit ImageNet-like photographs.
 
     Attributes
     ----------
     sources : tuple of str
-        Where the images are, as :func:`~fewshot_mahalanobis.data.datasets.open_source` takes it.
+        Training images, see :func:`~fewshot_mahalanobis.data.datasets.open_source`.
     validation : str, optional
-        Source of other classes to report on.
+        Source of other classes to report the accuracy on.
     root : str, optional
-        Folder of the data sets that are given by name.
+        Folder of data sets given by name.
     init : str, optional
-        ``backbone.safetensors`` of an earlier run to start from instead of random weights.
-    epochs, batch_size : int
-        A batch is divided between the processes of a run.
+        ``backbone.safetensors`` of an earlier run to start from; default: random weights.
+    epochs : int
+    batch_size : int
+        Divided between the processes of a run.
     peak_lr, warmup, momentum, weight_decay, label_smoothing : float
-        SGD with Nesterov momentum; the learning rate rises for the share ``warmup`` of training, then falls to zero.
+        SGD with Nesterov momentum; the learning rate rises during the share ``warmup`` of training, then falls to zero.
     min_crop_area, colour_jitter : float
         Augmentation, see :mod:`~fewshot_mahalanobis.training.augment`.
     rotation : float
-        Share of images that are turned by one to three quarters. Where it is positive the network learns to tell the
-        turn as well, a second task on the same images (Gidaris et al., ICCV 2019).
+        Share of images that are rotated by one to three quarter turns. If positive, the network also learns to predict
+        the rotation, as a second task on the same images (Gidaris et al., ICCV 2019).
     phases : tuple of (float, int)
-        Share of training, image side in pixels.
+        Share of training, side of its images in pixels.
     image_size : int
-        Side that images are resized to before they are cropped, in pixels.
+        Side to which images are resized before cropping, in pixels.
     precision : {"bfloat16", "float32"}
-        Of the convolutions.
+        Precision of the convolutions, in training and validation.
     seed : int
+
+    Raises
+    ------
+    ValueError
+        A value has the wrong type or is out of range; the message names the setting.
     """
 
-    sources: tuple[str, ...]
+    sources: Sources
     validation: str | None = None
     root: str | None = None
     init: str | None = None
-    epochs: int = 8
-    batch_size: int = 128
-    peak_lr: float = 0.2
-    warmup: float = 0.05
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    label_smoothing: float = 0.1
-    min_crop_area: float = 0.35
-    colour_jitter: float = 0.3
-    rotation: float = 0.0
-    phases: Phases = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))
-    image_size: int = 84
-    precision: str = "bfloat16"
+    epochs: Count = 8
+    batch_size: Count = 128
+    peak_lr: Positive = 0.2
+    warmup: Share = 0.05
+    momentum: Share = 0.9
+    weight_decay: NotNegative = 5e-4
+    label_smoothing: Share = 0.1
+    min_crop_area: Share = 0.35
+    colour_jitter: NotNegative = 0.3
+    rotation: Share = 0.0
+    phases: Annotated[Phases, Meta(min_length=1)] = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))
+    image_size: Count = 84
+    precision: Precision = "bfloat16"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_sources(self.sources)
-        _check_choice("precision", self.precision, PRECISIONS)
-        _check_counts(self, "epochs", "batch_size", "image_size")
-        if not 0 <= self.rotation <= 1:
-            raise ValueError(f"rotation is a share of the images, from 0 to 1, not {self.rotation!r}")
 
 
 @dataclass(frozen=True)
-class MetaTrainRecipe:
+class MetaTrainRecipe(_Checked):
     """Settings of :func:`~fewshot_mahalanobis.training.meta_train.meta_train`; the defaults are the paper's.
 
     Bateni et al., CVPR 2020, appendix "Experimental details".
@@ -90,158 +110,163 @@ class MetaTrainRecipe:
     Attributes
     ----------
     sources : tuple of str
-        Where tasks come from, equally often: one that is named twice gives twice as many. As
-        :func:`~fewshot_mahalanobis.data.datasets.open_source` takes them, or "glyphs", which is drawn here.
+        Sources of the tasks, all equally likely; repeat one to draw it more often. See
+        :func:`~fewshot_mahalanobis.data.datasets.open_source`; "glyphs" are synthetic characters.
     backbone : str
-        ``backbone.safetensors``, which ``pretrain`` wrote, or a checkpoint (name, folder or Hub repository) whose
-        backbone is taken as it is.
+        ``backbone.safetensors``, written by ``pretrain``, or a checkpoint (name, folder or Hub repository).
     validation : tuple of str
-        Sources on which the best checkpoint is chosen.
+        Sources to select the best checkpoint on.
     model : mapping
         Arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS`.
     init : str, optional
-        Checkpoint of the same ``model`` whose adaptation networks to start from instead of random weights.
+        Checkpoint of the same ``model`` whose adaptation networks to start from; default: random weights.
     root : str, optional
-        Folder of the data sets that are given by name.
+        Folder of data sets given by name.
     feature_scale : float
         Factor on the backbone's features, see :func:`~fewshot_mahalanobis.training.meta_train.scale_features_`.
-    tasks, tasks_per_step : int
-        The tasks of a step are divided between the processes of a run.
+    tasks : int
+        Number of training tasks.
+    tasks_per_step : int
+        Tasks per gradient step, divided between the processes of a run.
     learning_rate : float
-        Adam's.
+        Adam learning rate.
     schedule : {"constant", "cosine"}
-        "cosine" warms up for a twentieth of the steps and falls to zero by half a cosine: for short runs.
+        Learning rate schedule. "cosine" warms up during a twentieth of the steps and then falls to zero: for short
+        runs.
     penalty : float
-        Times the sum of squares of the scales of the FiLM generator.
+        Factor of the L2 penalty on the scales of the FiLM generator.
     episodes : {"variable", "fixed", "small"}
-        Meta-Dataset's (``max_way``, ``max_support``), N-way K-shot (``way``, ``shot``), or like a user's: 5 to 10 ways,
-        1 to 6 shots.
-    max_way, max_support, way, shot : int
+        Episode protocol: Meta-Dataset's (``max_way``, ``max_support``), N-way K-shot (``way``, ``shot``), or small
+        tasks like a user's (5 to 10 ways, 1 to 6 shots).
+    max_way, max_support : int
+        Maximum number of classes and of support images per episode (variable protocol).
+    way, shot : int
+        Number of classes, and of support images per class (fixed protocol).
     queries : int
-        Query images a class; at most so many where shots vary.
+        Query images per class; the maximum in the variable protocol.
     augment : bool
-        See every task through a random camera (:mod:`~fewshot_mahalanobis.training.camera`).
+        Augment every task (:func:`~fewshot_mahalanobis.training.augment.augment_task`).
     phases : tuple of (float, int)
-        Share of training, image side in pixels; none: the model's own image size throughout.
+        Share of training, side of its images in pixels; empty: the model's image size throughout.
     lite : int, optional
-        Back-propagate through this many support images of a task, drawn at random, and hold no more activations
-        than theirs (:mod:`~fewshot_mahalanobis.training.lite`).
+        LITE: back-propagate through this many random support images per task, to bound memory
+        (:mod:`~fewshot_mahalanobis.training.lite`).
     precision : {"bfloat16", "float32"}
-        Of the convolutions; the head computes in float32 or better.
+        Precision of the convolutions, in training and validation.
     validate_every : int
         Tasks between validations.
     validation_episodes : int
-        Episodes of each validation source.
+        Episodes per validation source.
     seed : int
+
+    Raises
+    ------
+    ValueError
+        A value has the wrong type or is out of range; the message names the setting.
     """
 
-    sources: tuple[str, ...]
+    sources: Sources
     backbone: str
     validation: tuple[str, ...] = ()
     model: Mapping[str, Any] = field(default_factory=dict)
     init: str | None = None
     root: str | None = None
-    feature_scale: float = 1.0
-    tasks: int = 110_000
-    tasks_per_step: int = 16
-    learning_rate: float = 5e-4
-    schedule: str = "constant"
-    penalty: float = 0.001
-    episodes: str = "variable"
-    max_way: int = 40
-    max_support: int = 400
-    way: int = 5
-    shot: int = 5
-    queries: int = 10
+    feature_scale: Positive = 1.0
+    tasks: Count = 110_000
+    tasks_per_step: Count = 16
+    learning_rate: Positive = 5e-4
+    schedule: Schedule = "constant"
+    penalty: NotNegative = 0.001
+    episodes: EpisodeKind = "variable"
+    max_way: Count = 40
+    max_support: Count = 400
+    way: Count = 5
+    shot: Count = 5
+    queries: Count = 10
     augment: bool = False
     phases: Phases = ()
-    lite: int | None = None
-    precision: str = "bfloat16"
-    validate_every: int = 10_000
-    validation_episodes: int = 200
+    lite: Count | None = None
+    precision: Precision = "bfloat16"
+    validate_every: Count = 10_000
+    validation_episodes: Count = 200
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_sources(self.sources)
-        _check_choice("episodes", self.episodes, EPISODES)
-        _check_choice("schedule", self.schedule, SCHEDULES)
-        _check_choice("precision", self.precision, PRECISIONS)
-        counts = ("tasks", "tasks_per_step", "way", "shot", "queries", "validate_every", "validation_episodes")
-        _check_counts(self, *counts, *(("lite",) if self.lite is not None else ()))
+        super().__post_init__()
         if self.tasks < self.tasks_per_step:
             raise ValueError(f"tasks = {self.tasks} is less than one step of tasks_per_step = {self.tasks_per_step}")
 
 
-def _check_sources(sources: tuple[str, ...]) -> None:
-    if not sources:
-        raise ValueError("sources is empty: at least one is needed")
+Recipe = TypeVar("Recipe", PretrainRecipe, MetaTrainRecipe)
 
 
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, not {value!r}")
+def read_recipe(
+    kind: type[Recipe],
+    file: str | Path | None = None,
+    assignments: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """Make a recipe of a file, assignments and settings by name; later ones override earlier ones.
 
-
-def _check_counts(recipe: Any, *names: str) -> None:
-    for name in names:
-        if getattr(recipe, name) < 1:
-            raise ValueError(f"{name} must be positive, not {getattr(recipe, name)!r}")
-
-
-def read_settings(file: str | Path, recipe: type) -> dict[str, Any]:
-    """Fields of a recipe that a TOML file sets.
+    Settings of ``model`` are merged one by one.
 
     Parameters
     ----------
-    file : path
-    recipe : type
-        :class:`PretrainRecipe` or :class:`MetaTrainRecipe`; keys are the names of its fields.
-
-    Returns
-    -------
-    dict
-        Arguments of ``recipe``.
+    kind : type
+        :class:`PretrainRecipe` or :class:`MetaTrainRecipe`.
+    file : path, optional
+        TOML, or JSON such as the ``recipe.json`` of a run; keys are the names of the recipe's fields.
+    assignments : sequence of str
+        ``name=value``, or ``model.name=value`` for a setting of the model. Values are JSON (``0.5``, ``true``,
+        ``null``, ``[[1, 84]]``); anything else is a string.
+    settings : mapping, optional
+        Field name to value.
 
     Raises
     ------
     ValueError
-        The file is no TOML, a key is unknown, or a value has another type than the field; the message names it.
+        The file cannot be parsed, or a setting is unknown, missing or has a bad value; the message names it.
     """
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ImportError as error:
-            raise ImportError('reading TOML needs tomli: pip install "fewshot-mahalanobis[training]"') from error
+    groups = [_read_settings(Path(file))] if file is not None else []
+    groups += [*map(_parse_assignment, assignments), settings or {}]
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    merged: dict[str, Any] = {}
+    for group in groups:
+        for name, value in group.items():
+            if name not in fields:
+                close = difflib.get_close_matches(name, fields, 1)
+                hint = f", did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(fields)})")
+            if isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
+                value = {**merged[name], **value}
+            merged[name] = value
+    for name, f in fields.items():
+        if name not in merged and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{name} is missing: set it on the command line or in the file of --config")
+    return kind(**merged)
+
+
+def _read_settings(file: Path) -> Mapping[str, Any]:
+    form = "JSON" if file.suffix == ".json" else "TOML"
+    decode = msgspec.json.decode if form == "JSON" else msgspec.toml.decode
     try:
-        found = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not TOML: {error}") from error
-    hints = get_type_hints(recipe)
-    for key in found:
-        if key not in hints:
-            close = difflib.get_close_matches(key, hints, 1)
-            raise ValueError(
-                f"{file}: unknown key {key!r}{f', did you mean {close[0]!r}?' if close else ''} "
-                f"(keys are {', '.join(hints)})"
-            )
-    return {key: _converted(value, hints[key], f"{file}: {key}") for key, value in found.items()}
+        found = decode(file.read_bytes())
+    except ImportError as error:
+        raise ImportError('reading TOML needs tomli: pip install "fewshot-mahalanobis[training]"') from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not {form}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no settings by name")
+    return found
 
 
-def _converted(value: Any, hint: Any, where: str) -> Any:
-    """A TOML value in the type of a field: arrays become tuples, whole numbers floats where those are asked for."""
-    for option in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
-        parts = get_args(option)
-        if get_origin(option) is tuple and isinstance(value, list):
-            inner = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
-            if len(inner) == len(value):
-                return tuple(_converted(v, i, where) for v, i in zip(value, inner, strict=True))
-        elif get_origin(option) is Mapping and isinstance(value, dict):
-            return value
-        elif option is float and type(value) in (int, float):
-            return float(value)
-        elif type(value) is option:  # not isinstance: True is an int
-            return value
-    name = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-    raise ValueError(f"{where} must be of type {name}, not {value!r}")
+def _parse_assignment(assignment: str) -> Mapping[str, Any]:
+    name, equals, text = assignment.partition("=")
+    if not name or not equals:
+        raise ValueError(f"{assignment!r} is not a setting: expected name=value")
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        value = text
+    outer, dot, inner = name.partition(".")
+    return {outer: {inner: value}} if dot else {name: value}

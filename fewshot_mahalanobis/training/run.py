@@ -1,9 +1,8 @@
-"""What both training commands share: the processes they run in, where a run stands on disk, how the device computes."""
+"""Shared by both trainings: processes, run folder, image sizes, precision."""
 
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,16 +13,17 @@ import torch
 
 from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.files import atomic_replace
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-#: The name that stands for the source which the project draws itself.
+#: Name of the synthetic source of :mod:`fewshot_mahalanobis.data.glyphs`.
 GLYPHS = "glyphs"
 
 
 def start_processes(device: str) -> Accelerator:
-    """What Accelerate knows of this process: its device, its number among those that ``accelerate launch`` started.
+    """Accelerate's view of this process: its device, and its rank among those that ``accelerate launch`` started.
 
     Parameters
     ----------
@@ -35,24 +35,24 @@ def start_processes(device: str) -> Accelerator:
     ImportError
         Accelerate is not installed.
     ValueError
-        Another device.
+        ``device`` is something else.
     """
     if device not in ("auto", "cpu"):
         raise ValueError(
-            f'training computes on "auto" or "cpu", not {device!r}: choose GPUs by CUDA_VISIBLE_DEVICES, '
+            f'device must be "auto" or "cpu" for training, not {device!r}: choose GPUs by CUDA_VISIBLE_DEVICES, '
             "several by `accelerate launch`"
         )
     try:
-        with warnings.catch_warnings():  # the first import adds a filter, which would stay
+        with warnings.catch_warnings():  # the first import adds a warning filter for good
             from accelerate import Accelerator
     except ImportError as error:
         raise ImportError(f'training needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
-    # The precision is the recipe's, whatever the launcher's settings.
+    # The recipe sets the precision, not the launcher.
     return Accelerator(cpu=device == "cpu", mixed_precision="no")
 
 
 def shared_out(total: int, name: str, accelerator: Accelerator) -> int:
-    """What one process does of ``total`` in a step; ValueError if that is no whole number."""
+    """Share of ``total`` that each process does in a step; ValueError if it cannot be divided evenly."""
     share, rest = divmod(total, accelerator.num_processes)
     if rest:
         raise ValueError(f"{name} = {total} cannot be divided between {accelerator.num_processes} processes")
@@ -60,7 +60,7 @@ def shared_out(total: int, name: str, accelerator: Accelerator) -> int:
 
 
 def open_training_source(source: str, *, root: str | None, size: int, lazy: bool) -> ImageSource:
-    """A source by path or name, or "glyphs"; in memory unless ``lazy``."""
+    """Open a source by path or name, or draw "glyphs"; in memory unless ``lazy``."""
     if source != GLYPHS:
         opened = open_source(source, root=root, size=size, workers=1 if lazy else 2)
         return opened if lazy else opened.in_memory()
@@ -72,27 +72,26 @@ def open_training_source(source: str, *, root: str | None, size: int, lazy: bool
 
 
 class RunFolder:
-    """A folder that a training run can be killed in and continued from.
+    """Folder of a training run, from which a killed run continues.
 
-    ``recipe.json`` holds what the run was asked for, ``state.pt`` where it stands (weights, optimiser, step),
-    ``log.jsonl`` a line per report, ``tensorboard/`` the same for TensorBoard. Continuing with another recipe is
-    refused.
+    ``recipe.json`` holds the settings, ``state.pt`` the last saved state (weights, optimizer, step), ``log.jsonl`` one
+    line per report, ``tensorboard/`` the same for TensorBoard. A run cannot continue with another recipe.
 
     Parameters
     ----------
     path : path
     recipe : mapping
     main : bool
-        Only one of several processes, the main one, writes.
+        Whether this is the main process; only that one writes.
     tensorboard : bool
-        Write for TensorBoard too.
+        Also write logs for TensorBoard.
 
     Raises
     ------
     ValueError
         The folder holds a run with another recipe.
     ImportError
-        TensorBoard is asked for and not installed.
+        TensorBoard is not installed.
     """
 
     def __init__(
@@ -114,31 +113,32 @@ class RunFolder:
                 )
         elif main:
             self.path.mkdir(parents=True, exist_ok=True)
-            _replace(file, (json.dumps(recipe, indent=2) + "\n").encode())
+            with atomic_replace(file) as temporary:
+                temporary.write_text(json.dumps(recipe, indent=2) + "\n")
 
     def resume(self) -> dict[str, Any] | None:
-        """The last saved state, or None for a fresh run. What was logged after it is forgotten: it will come again."""
+        """Load the last saved state, None for a fresh run, and drop later log lines: they will be logged again."""
         file = self.path / "state.pt"
         state = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
         if self._main:
             step, log = state["step"] if state is not None else 0, self.path / "log.jsonl"
             if log.exists():
                 lines = log.read_text().splitlines(keepends=True)
-                # A kill can leave the last line unfinished.
+                # A killed process can leave the last line incomplete.
                 kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-                _replace(log, "".join(kept).encode())
+                with atomic_replace(log) as temporary:
+                    temporary.write_text("".join(kept))
             if self._writer_class is not None:
                 self._writer = self._writer_class(str(self.path / "tensorboard"), purge_step=step + 1)
         return state
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write the state so that a kill at any moment leaves the old one or the new one."""
-        temporary = self.path / "state.pt.part"
-        torch.save(dict(state), temporary)
-        os.replace(temporary, self.path / "state.pt")
+        """Save the state; a process killed meanwhile leaves the previous one."""
+        with atomic_replace(self.path / "state.pt") as temporary:
+            torch.save(dict(state), temporary)
 
     def log(self, step: int, **record: Any) -> None:
-        """Report numbers, or dicts of numbers, after ``step`` steps; in the main process."""
+        """Log numbers, or dicts of numbers, after ``step`` steps."""
         if not self._main:
             return
         with (self.path / "log.jsonl").open("a") as file:
@@ -160,14 +160,8 @@ def _tensorboard_writer() -> Any:
     return SummaryWriter
 
 
-def _replace(file: Path, content: bytes) -> None:
-    temporary = file.with_name(file.name + ".part")
-    temporary.write_bytes(content)
-    os.replace(temporary, file)
-
-
 def image_size_at(done: float, phases: Sequence[tuple[float, int]]) -> int:
-    """Side of the training images when the share ``done`` (0 to 1) of the training is over."""
+    """Side of the training images after the share ``done`` (0 to 1) of the training."""
     end = 0.0
     for share, size in phases:
         end += share
@@ -177,12 +171,5 @@ def image_size_at(done: float, phases: Sequence[tuple[float, int]]) -> int:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
-    """The precision of a recipe on ``device``: bfloat16 autocast, or none; the head always computes outside it."""
+    """Autocast to the precision of a recipe; the head always computes outside it."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
-
-
-def choose_device(device: str) -> torch.device:
-    """``"auto"`` is CUDA where there is one, else the CPU; anything else is taken at its word."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)

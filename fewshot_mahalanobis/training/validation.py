@@ -1,7 +1,7 @@
-"""Which checkpoint of a meta-training run is the best: the one that is better on most validation sources.
+"""Validation in meta-training: a checkpoint is the best so far if it is better on at least half of the sources.
 
-Bateni et al., CVPR 2020, appendix "Experimental details"; the rule is that of the published code, which follows CNAPS
-(Requeima et al., NeurIPS 2019). Accuracies of different data sets do not compare, so they are counted, not averaged.
+Bateni et al., CVPR 2020, appendix "Experimental details"; the rule is the published code's, after CNAPS (Requeima et
+al., NeurIPS 2019). Accuracies of different data sets are not comparable, so sources vote instead of being averaged.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.episodes.tasks import ValidationTasks
+from fewshot_mahalanobis.training.tasks import ValidationTasks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 def better_on_most(accuracies: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
-    """Whether at least half of the sources have a higher accuracy than at the best validation so far."""
+    """Whether at least half of the sources have a higher accuracy than in the best validation so far."""
     if best is None:
         return True
     return 2 * sum(accuracy > best[source] for source, accuracy in accuracies.items()) >= len(accuracies)
@@ -36,26 +36,26 @@ def validate(
     workers: int = 0,
     progress: bool = True,
 ) -> dict[str, float]:
-    """Mean accuracy on every source, the episodes divided between the processes.
+    """Mean accuracy on every source; the processes share the episodes.
 
     Parameters
     ----------
     model : SimpleCNAPS
-        The same in every process.
+        Identical in every process.
     tasks : dict of str to ValidationTasks
         Source to its tasks.
     accelerator : Accelerator
     dtype : torch.dtype
         Precision of the convolutions.
     workers : int
-        Processes that decode, for each process of the run.
+        Processes that decode images, per process of the run.
     progress : bool
         Show a progress bar.
 
     Returns
     -------
     dict of str to float
-        Shares of 1; the same in every process, and for every number of processes.
+        Source to accuracy as a share of 1, identical for any number of processes.
     """
     means = {}
     for name, episodes in tasks.items():

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from fewshot_mahalanobis.data.hierarchy import Hierarchy, sampling_graph
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.meta_dataset import (
     EVALUATION,
-    MOST_LEAVES,
+    MAX_LEAVES,
     TRAINING,
     EpisodeLimits,
     VariableEpisodes,
@@ -18,8 +19,7 @@ from fewshot_mahalanobis.episodes.meta_dataset import (
     draw_shots,
     queries_per_class,
 )
-from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, episode_rng
-from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, SmallEpisodes, draw_episode, episode_rng
 from fewshot_mahalanobis.episodes.statistics import plot_ways_and_shots
 
 
@@ -60,7 +60,7 @@ def test_the_parameters_are_the_published_ones():
     assert np.exp(EVALUATION.log_weights) == pytest.approx([0.5, 2.0])
     assert (TRAINING.max_way, TRAINING.max_support) == (40, 400)
     assert (TRAINING.min_way, TRAINING.max_queries, TRAINING.max_share) == (5, 10, 100)
-    assert MOST_LEAVES == 392
+    assert MAX_LEAVES == 392
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -191,6 +191,37 @@ def test_fixed_episodes_have_the_same_ways_and_shots_and_are_repeatable():
     assert np.bincount(episode.query_labels).tolist() == [4] * 5
     assert same(episode, FixedEpisodes(source, 5, 3, 4, seed=1).draw(6))
     assert not same(episode, episodes.draw(7))
+    assert not same(episode, FixedEpisodes(source_of([20] * 9, name="other"), 5, 3, 4, seed=1).draw(6))
+
+
+def test_fixed_episodes_of_evaluation_depend_on_seed_and_index_alone():
+    """As drawn for the published accuracies: one generator for (seed, index), whatever the source's name."""
+    for name in ("drawn/test", "other"):
+        source = source_of([20] * 9, name=name)
+        episode = FixedEpisodes(source, 5, 3, 4, seed=1, seed_by_name=False).draw(6)
+        expected = draw_episode(source.indices_of_class(), [3] * 5, 4, np.random.default_rng([1, 6]))
+        assert same(episode, expected)
+
+
+def test_small_episodes_have_5_to_10_ways_and_1_to_6_shots():
+    episodes = SmallEpisodes(source_of([20] * 12), 3, seed=1)
+    drawn = [episodes.draw(index) for index in range(300)]
+    shots = [np.bincount(episode.support_labels) for episode in drawn]
+    assert {episode.way for episode in drawn} == set(range(5, 11))
+    assert {shot for found in shots for shot in found.tolist()} == set(range(1, 7))
+    even = sum(len(set(found.tolist())) == 1 for found in shots)
+    assert abs(even - 150) < 4 * math.sqrt(300 / 4) + 5  # half, and few of the others by chance
+    assert same(drawn[7], SmallEpisodes(source_of([20] * 12), 3, seed=1).draw(7))
+
+
+def test_small_episodes_fit_small_sources_or_are_an_error():
+    episodes = SmallEpisodes(source_of([5] * 4 + [2] * 3), 3)
+    for index in range(50):
+        episode = episodes.draw(index)
+        assert episode.way <= 4
+        assert np.bincount(episode.support_labels).max() <= 3
+    with pytest.raises(ValueError, match=r"drawn/test: half of the classes have fewer than 3 images; leave them out"):
+        SmallEpisodes(source_of([9, 2, 2, 2]), 3)
 
 
 # Omniglot: within one alphabet ---------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fewshot_mahalanobis.episodes.sampling import draw_episode, draw_training_shots, episode_rng
+from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 
 
 def classes(*sizes: int) -> list[np.ndarray]:
@@ -57,11 +57,3 @@ def test_classes_too_small_for_the_shots_are_not_drawn():
 def test_too_few_large_classes_are_an_error_that_counts_them():
     with pytest.raises(ValueError, match=r"3-way 4-shot .* this source has 2"):
         draw_episode(classes(3, 10, 10, 2), [4, 1, 1], 5, episode_rng(0, 0))
-
-
-def test_training_shots_fit_the_source():
-    for index in range(200):
-        shots = draw_training_shots(classes(*[20] * 7), episode_rng(0, index))
-        assert 5 <= len(shots) <= 7
-        assert 1 <= min(shots) <= max(shots) <= 6
-        draw_episode(classes(*[20] * 7), shots, 3, episode_rng(1, index))

@@ -14,7 +14,7 @@ import typer.main
 from benchmarks.record import Record
 from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.data.datasets import DATA_SETS
-from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe, read_settings
+from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe, read_recipe
 
 PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("big_machines.md", "training.md")]
 
@@ -50,7 +50,7 @@ def test_every_file_of_settings_is_a_recipe(tmp_path):
     recipes = []
     for text, kind in zip(files, (PretrainRecipe, MetaTrainRecipe, MetaTrainRecipe), strict=True):
         (tmp_path / "recipe.toml").write_text(text)
-        recipes.append(kind(**read_settings(tmp_path / "recipe.toml", kind)))
+        recipes.append(read_recipe(kind, tmp_path / "recipe.toml"))
     _, paper, _ = recipes
     for source in paper.sources + paper.validation:
         name, split = source.split(":")

@@ -1,21 +1,18 @@
-"""Recipes from TOML files and the command line: what wins, and what is refused by name."""
+"""Recipes: from files, assignments and options, which of them wins, and what is refused by name."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
+import json
+from dataclasses import asdict
+from pathlib import Path
 
-import click
 import pytest
-import typer.main
 from typer.testing import CliRunner
 
-from fewshot_mahalanobis.cli import _MODEL_OPTIONS, app
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.training import recipes
-from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe, read_settings
+from fewshot_mahalanobis.cli import app
+from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe, read_recipe
 
-COMMANDS = {"pretrain": PretrainRecipe, "meta-train": MetaTrainRecipe}
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.fixture
@@ -32,7 +29,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def test_a_file_sets_what_the_command_line_does_not(tmp_path, asked):
+def test_options_win_over_assignments_and_these_over_the_file(tmp_path, asked):
     (tmp_path / "paper.toml").write_text(
         """
         sources = ["a.zip", "b.zip"]
@@ -47,8 +44,8 @@ def test_a_file_sets_what_the_command_line_does_not(tmp_path, asked):
         scale = 0.5
         """
     )
-    options = ("--tasks", 110_000, "--scale", 2, "--episodes", "fixed", "--seed", 0)  # a default, given, wins too
-    result = run("meta-train", "--config", tmp_path / "paper.toml", "-o", tmp_path, *options)
+    options = ("--set", "model.scale=2", "--set", "episodes=fixed", "--set", "tasks=7", "--tasks", 110_000)
+    result = run("meta-train", "--config", tmp_path / "paper.toml", "-o", tmp_path, *options, "--seed", 0)
     assert result.exit_code == 0, result.output
     [(recipe, _)] = asked
     assert recipe == MetaTrainRecipe(
@@ -64,8 +61,8 @@ def test_a_file_sets_what_the_command_line_does_not(tmp_path, asked):
 
 def test_without_a_file_all_is_on_the_command_line(tmp_path, asked):
     arguments = ("a.zip", "glyphs", "glyphs", "--validation", "v.zip", "--validation", "w.zip", "--backbone", "b")
-    options = ("--no-task-covariance", "--precision", "float32", "--workers", 3, "--lazy", "--tensorboard")
-    result = run("meta-train", *arguments, "-o", tmp_path, *options)
+    options = ("--set", "model.task_covariance=false", "--precision", "float32", "--workers", 3, "--lazy")
+    result = run("meta-train", *arguments, "-o", tmp_path, *options, "--tensorboard")
     assert result.exit_code == 0, result.output
     [(recipe, settings)] = asked
     sources = ("a.zip", "glyphs", "glyphs")
@@ -73,62 +70,81 @@ def test_without_a_file_all_is_on_the_command_line(tmp_path, asked):
     assert recipe == MetaTrainRecipe(sources, "b", ("v.zip", "w.zip"), model, precision="float32")
     assert settings == {"device": "auto", "workers": 3, "lazy": True, "tensorboard": True}
     assert result.stdout.split() == [str(tmp_path / "best")]
-    run("pretrain", "a.zip", "-o", tmp_path, "--peak-lr", 0.3)
+    run("pretrain", "a.zip", "-o", tmp_path, "--set", "peak_lr=0.3")
     assert asked[1][0] == PretrainRecipe(("a.zip",), peak_lr=0.3)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("task = 3", "unknown key 'task', did you mean 'tasks'?"),
-        ("whatever = 3", "unknown key 'whatever' (keys are sources, "),
-        ("tasks = '3'", "tasks must be of type int, not '3'"),
-        ("tasks = true", "tasks must be of type int, not True"),
-        ("learning_rate = [1]", "learning_rate must be of type float, not [1]"),
-        ("phases = [[0.5, 64.0]]", "phases must be of type int, not 64.0"),
-        ("sources = 'a.zip'", "sources must be of type tuple[str, ...], not 'a.zip'"),
-        ("lite = 'a'", "lite must be of type int | None, not 'a'"),
-        ("tasks = ", "is not TOML"),
-        ("sources = ['a']", "no backbone given"),
-        ("sources = []\nbackbone = 'b'", "sources is empty"),
-        ("sources = ['a']\nbackbone = 'b'\nschedule = 'linear'", "schedule must be 'constant' or 'cosine'"),
+        ("task = 3", "unknown setting 'task', did you mean 'tasks'?"),
+        ("whatever = 3", "unknown setting 'whatever' (settings are sources, "),
+        ("tasks = '3'", "tasks = '3': Expected `int`, got `str`"),
+        ("tasks = true", "tasks = True: Expected `int`, got `bool`"),
+        ("tasks = 0", "tasks = 0: Expected `int` >= 1"),
+        ("learning_rate = [1]", "learning_rate = [1]: Expected `float`, got `array`"),
+        ("phases = [[0.5, 64.5]]", "Expected `int`, got `float` - at `$[0][1]`"),
+        ("lite = 'a'", "lite = 'a': Expected `int | null`, got `str`"),
+        ("tasks = ", "recipe.toml is not TOML"),
+        ("schedule = 'linear'", "schedule must be 'constant' or 'cosine', not 'linear'"),
+        ("tasks = 2", "tasks = 2 is less than one step of tasks_per_step = 16"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused_by_the_name_of_the_key(text, message, tmp_path, asked):
+def test_a_wrong_file_is_refused_with_the_name_of_the_setting(text, message, tmp_path, asked):
     (tmp_path / "recipe.toml").write_text(text)
-    result = run("meta-train", "--config", tmp_path / "recipe.toml", "-o", tmp_path / "run")
+    options = ("--backbone", "b", "-o", tmp_path / "run")
+    result = run("meta-train", "a.zip", "--config", tmp_path / "recipe.toml", *options)
     assert result.exit_code == 1
     assert message in result.stderr
-    assert "recipe.toml" in result.stderr or message.split()[0] in ("no", "sources", "schedule")
     assert not asked
 
 
-def test_every_option_of_the_commands_has_the_default_of_the_recipe_or_model():
-    model = inspect.signature(SimpleCNAPS).parameters
-    for command, recipe in COMMANDS.items():
-        context = click.Context(typer.main.get_command(app).commands[command])
-        options = {p.name: p.get_default(context) for p in context.command.params}
-        fields = {f.name: f.default for f in dataclasses.fields(recipe)}
-        for name, default in options.items():
-            if name in _MODEL_OPTIONS and command == "meta-train":
-                assert default == model[name].default, name
-            elif name in fields and default is not None:
-                assert getattr(default, "value", default) == fields[name], name
-        known = {*fields, *_MODEL_OPTIONS} | {"output", "config", "device", "workers", "lazy", "tensorboard"}
-        assert set(options) - known == set()
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rotation": 1.5}, r"rotation = 1\.5: Expected `float` <= 1\.0"),
+        ({"sources": ()}, r"sources = \(\): Expected `array` of length >= 1"),
+        ({"sources": "a.zip"}, "sources = 'a.zip': Expected `array`, got `str`"),
+        ({"phases": ()}, r"phases = \(\): Expected `array` of length >= 1"),
+        ({"precision": "half"}, "precision must be 'bfloat16' or 'float32', not 'half'"),
+    ],
+)
+def test_a_recipe_made_in_python_is_checked_too(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PretrainRecipe(**{"sources": ("a",), **settings})
 
 
-def test_choices_on_the_command_line_are_those_of_the_recipe():
-    from fewshot_mahalanobis import cli
-
-    for choices, known in (
-        (cli.EpisodeKind, recipes.EPISODES),
-        (cli.Schedule, recipes.SCHEDULES),
-        (cli.Precision, recipes.PRECISIONS),
-    ):
-        assert {choice.value for choice in choices} == set(known)
+def test_lists_and_whole_numbers_are_converted():
+    recipe = PretrainRecipe(["a"], peak_lr=1, phases=[[1, 32]])
+    assert recipe == PretrainRecipe(("a",), peak_lr=1.0, phases=((1.0, 32),))
+    assert isinstance(recipe.peak_lr, float)
+    assert isinstance(recipe.phases[0], tuple)
 
 
-def test_a_recipe_s_keys_are_its_fields(tmp_path):
-    (tmp_path / "recipe.toml").write_text('sources = ["a"]\nepochs = 3\npeak_lr = 1')
-    assert read_settings(tmp_path / "recipe.toml", PretrainRecipe) == {"sources": ("a",), "epochs": 3, "peak_lr": 1.0}
+def test_values_of_assignments_are_json_or_text():
+    assignments = ('sources=["a"]', "backbone=b.safetensors", "augment=true", "lite=null", "phases=[[1, 84]]")
+    recipe = read_recipe(MetaTrainRecipe, None, assignments)
+    assert recipe == MetaTrainRecipe(("a",), "b.safetensors", augment=True, phases=((1.0, 84),))
+    for wrong in ("tasks", "=3"):
+        with pytest.raises(ValueError, match=f"'{wrong}' is not a setting: expected name=value"):
+            read_recipe(MetaTrainRecipe, None, (wrong,))
+
+
+def test_what_a_recipe_needs_is_asked_for_by_name():
+    with pytest.raises(ValueError, match="backbone is missing"):
+        read_recipe(MetaTrainRecipe, None, (), {"sources": ("a",)})
+
+
+def test_the_recipe_of_a_run_can_be_read_again(tmp_path):
+    recipe = MetaTrainRecipe(("a",), "b", model={"head": "cosine"}, phases=((1.0, 84),), lite=3)
+    (tmp_path / "recipe.json").write_text(json.dumps(asdict(recipe)))
+    assert read_recipe(MetaTrainRecipe, tmp_path / "recipe.json") == recipe
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds no settings by name"):
+        read_recipe(MetaTrainRecipe, tmp_path / "list.json")
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("**/*.toml")), ids=lambda file: file.stem)
+def test_recipes_of_the_repository_can_be_read(file):
+    kind = PretrainRecipe if "backbone" in file.stem else MetaTrainRecipe
+    assert read_recipe(kind, file).sources

@@ -13,18 +13,18 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from fewshot_mahalanobis import checkpoints, load_checkpoint
+from fewshot_mahalanobis.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, episode_rng
-from fewshot_mahalanobis.data.sources import load_source
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training import meta_train as meta_training
-from fewshot_mahalanobis.training.camera import cut_to_ink, is_grey, one_camera
+from fewshot_mahalanobis.training.augment import augment_task, cut_to_ink, is_grey
 from fewshot_mahalanobis.training.meta_train import learning_rate as meta_learning_rate
 from fewshot_mahalanobis.training.meta_train import meta_train, scale_features_, validation_due
-from fewshot_mahalanobis.training.pretrain import TrainingImages, learning_rate, pretrain
+from fewshot_mahalanobis.training.pretrain import NearestMean, TrainingImages, learning_rate, pretrain
 from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe
 from fewshot_mahalanobis.training.run import RunFolder
-from fewshot_mahalanobis.episodes.tasks import TrainingTasks
+from fewshot_mahalanobis.training.tasks import TrainingTasks
 from fewshot_mahalanobis.training.validation import better_on_most
 from tests.training.small import PRETRAIN, draw_colours, meta_recipe
 
@@ -343,7 +343,7 @@ def test_a_gpu_by_number_is_refused_with_what_to_do(folder, tmp_path):
     [
         ({"model": {"heads": "linear"}}, "no setting 'heads'"),
         ({"episodes": "some"}, "episodes must be 'variable' or 'fixed' or 'small', not 'some'"),
-        ({"lite": 0}, "lite must be positive"),
+        ({"lite": 0}, "lite = 0: Expected `int` >= 1"),
         ({"tasks": 1}, "less than one step"),
         ({"episodes": "fixed", "shot": 9}, "classes of at least 10 images"),
         ({"root": "nowhere", "sources": ("dtd:train",)}, "no DTD below nowhere"),
@@ -354,15 +354,42 @@ def test_a_recipe_that_cannot_be_followed_is_refused_by_name(settings, message, 
         meta_train(meta_recipe(folder, backbone, **settings), tmp_path, device="cpu", progress=False)
 
 
-def test_a_share_of_turned_images_outside_0_to_1_is_refused():
-    with pytest.raises(ValueError, match=r"rotation is a share of the images, from 0 to 1, not 1\.5"):
-        PretrainRecipe(("a",), rotation=1.5)
+def test_backbone_is_validated_in_the_precision_of_the_recipe(folder, backbone):
+    network = FilmResNet18()
+    network.load_state_dict(load_file(backbone / "backbone.safetensors"))
+    seen = []
+    network.conv1.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    for precision, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        NearestMean(load_source(folder, size=32), precision, episodes=2).accuracy(network, torch.device("cpu"))
+        assert seen.pop() == dtype
 
 
-def test_one_camera_treats_every_image_of_a_task_alike():
+def test_backbone_is_validated_on_classes_of_unequal_and_few_images():
+    """5-way 5-shot on classes of 6 to 30 images, against a plain loop over the queries."""
+    sizes = [6, 30, 9, 20, 25, 3]  # the last one has too few images and is never drawn
+    labels = np.repeat(np.arange(6), sizes)
+    pixels = np.random.default_rng(0).integers(0, 256, (len(labels), 16, 16, 3), dtype=np.uint8)
+    source = ImageSource("uneven", pixels, labels, tuple("abcdef"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = FilmResNet18().eval()
+    accuracy = NearestMean(source, "float32", episodes=3).accuracy(network, torch.device("cpu"))
+    sampler, expected = FixedEpisodes(source, 5, 5, 15), []
+    for episode in (sampler.draw(index) for index in range(3)):
+        with torch.no_grad():
+            support, query = (network(source.network_input(i)) for i in (episode.support, episode.query))
+        means = [support[torch.from_numpy(episode.support_labels == k)].mean(0) for k in range(5)]
+        nearest = [min(range(5), key=lambda k: float((q - means[k]).norm())) for q in query]
+        expected.append(float(np.mean(np.array(nearest) == episode.query_labels)))
+    assert accuracy == pytest.approx(np.mean(expected))
+    with pytest.raises(ValueError, match="needs 5 classes of at least 6 images; this source has 4"):
+        NearestMean(replace(source, labels=np.repeat(np.arange(6), [5, 31, 9, 20, 25, 3])), "float32")
+
+
+def test_augmentation_treats_every_image_of_a_task_alike():
     image = torch.rand(1, 3, 40, 40, generator=torch.Generator().manual_seed(0)) * 2 - 1
     for grey in (True, False):
-        seen = [one_camera(image.expand(3, -1, -1, -1), 32, grey, episode_rng(0, i)) for i in range(20)]
+        seen = [augment_task(image.expand(3, -1, -1, -1), 32, grey, episode_rng(0, i)) for i in range(20)]
         for images in seen:
             assert images.shape == (3, 3, 32, 32)
             assert torch.equal(images[0], images[2])
