@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
+from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.evaluation.result import Scores
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, make_head
@@ -154,12 +154,11 @@ def evaluate_source(
     dict of Variant to float64 array of shape (episodes,)
         Share of correct queries in each episode.
     """
-    classes = source.indices_of_class()
     scores = evaluate_episodes(
         model,
         source,
         variants,
-        lambda index: draw_episode(classes, [shot] * way, queries, episode_rng(seed, index)),
+        FixedEpisodes(source, way, shot, queries, seed=seed, seed_by_name=False).draw,
         episodes,
         dtype=dtype,
         batch_size=batch_size,

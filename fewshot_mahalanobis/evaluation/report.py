@@ -16,7 +16,7 @@ from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.devices import choose_device, choose_dtype
 from fewshot_mahalanobis.episodes.meta_dataset import EVALUATION, VariableEpisodes
-from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
+from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.evaluation.accuracy import UnadaptedFeatures, Variant, evaluate_episodes, head_of
 from fewshot_mahalanobis.evaluation.averages import averages, check_in_domain
 from fewshot_mahalanobis.evaluation.compare import differences, headings, joined
@@ -307,8 +307,7 @@ def _drawing(source: ImageSource, result: Result) -> Callable[[int], Episode]:
         fewest = min(EVALUATION.min_way, len(source.class_names))
         limits = replace(EVALUATION, min_way=fewest, max_queries=result.queries)
         return VariableEpisodes(source, limits, seed=result.seed).draw
-    classes, shots = source.indices_of_class(), [result.shot] * result.way
-    return lambda index: draw_episode(classes, shots, result.queries, episode_rng(result.seed, index))
+    return FixedEpisodes(source, result.way, result.shot, result.queries, seed=result.seed, seed_by_name=False).draw
 
 
 def _digest(model: SimpleCNAPS) -> str:
