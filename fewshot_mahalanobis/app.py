@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
-from fewshot_mahalanobis.images import ImageError, read_square_array
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
+from fewshot_mahalanobis.images import read_or_reason
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 try:
@@ -142,10 +142,11 @@ class Bench:
             raise ValueError(f"Choose one or more pictures of “{name}” first.")
         read, problems = [], {}
         for file in files:
-            try:
-                read.append(read_square_array(file, self.image_size))
-            except ImageError as error:
-                problems[Path(file).name] = str(error)
+            picture = read_or_reason(file, self.image_size)
+            if isinstance(picture, str):
+                problems[Path(file).name] = picture
+            else:
+                read.append(picture)
         if not read:
             raise ValueError("Nothing was added. " + _listed(problems))
         self._become(self.images + read, self.names + [name] * len(read))
@@ -186,12 +187,11 @@ class Bench:
         """
         if self.classifier is None:
             raise ValueError("There must be two classes at least before a picture can be classified.")
-        try:
-            picture = read_square_array(file, self.image_size)
-        except ImageError as error:
-            raise ValueError(_listed({Path(file).name: str(error)})) from error
+        picture = read_or_reason(file, self.image_size)
+        if isinstance(picture, str):
+            raise ValueError(_listed({Path(file).name: picture}))
         classifier = self.classifier
-        said = answers(classifier, [picture])
+        said = predict_all(classifier, [picture])
         (row,), names = said.probabilities, [str(label) for label in classifier.classes_]
         probabilities = dict(zip(names, row.tolist(), strict=True))
         near = self._neighbours(classifier, said.features)

@@ -31,16 +31,17 @@ import torch
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
+from tqdm.auto import tqdm
 
 #: What the last axis of an array image may hold: grey, RGB, or RGB with opacity.
 _CHANNELS = (1, 3, 4)
 #: Decoding threads that ``n_jobs=None`` stands for at most.
-_MOST_DEFAULT_THREADS = 4
+MAX_DEFAULT_THREADS = 4
 #: Parts that a thread gets of a batch, one after another.
 _SHARES = 4
 #: Most pixels of an image (Pillow's own limit, which other code may lift for the whole process) and its longest side
 #: (a JPEG's; the first pass of a resize has the new width and the old height, so a thin image would grow in it).
-_MOST_PIXELS, _LONGEST_SIDE = 178_956_970, 65_535
+MAX_PIXELS, MAX_SIDE = 178_956_970, 65_535
 #: How far a float may lie outside [0, 1] through rounding alone.
 _ROUNDING = 1e-6
 
@@ -113,6 +114,14 @@ def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDA
         raise ImageError(_reason(error)) from error
 
 
+def read_or_reason(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDArray[np.uint8] | str:
+    """As :func:`read_square_array`, but the reason instead of an error."""
+    try:
+        return read_square_array(file, size)
+    except ImageError as error:
+        return str(error)
+
+
 def to_network_range(images: Tensor) -> Tensor:
     """Pixels from 0 to 255, of any type and shape -> float32 in [-1, 1], the range that the network reads."""
     return images.to(torch.float32, copy=True).div_(127.5).sub_(1)
@@ -136,8 +145,9 @@ class ImageBatches:
         Decoding threads, counted as scikit-learn does (-1: all cores). Default: the usable cores, at
         most 4.
     ahead : bool, default=True
-        Decode the next batch while one is in use. Without it they take turns, which is faster where a batch is used by
-        all cores too: each part of their work waits for the core that also decodes.
+        Decode the next batch while one is in use. False is faster where the one in use keeps all cores busy.
+    progress : str, optional
+        Show a progress bar of this name.
 
     Attributes
     ----------
@@ -152,7 +162,14 @@ class ImageBatches:
     """
 
     def __init__(
-        self, images: Any, size: int, *, batch_size: int = 64, n_jobs: int | None = None, ahead: bool = True
+        self,
+        images: Any,
+        size: int,
+        *,
+        batch_size: int = 64,
+        n_jobs: int | None = None,
+        ahead: bool = True,
+        progress: str | None = None,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
@@ -161,11 +178,28 @@ class ImageBatches:
         self.size = size
         self.batch_size = int(batch_size)
         self.ahead = ahead
+        self.progress = progress
         self.n_threads = (
-            min(joblib.cpu_count(), _MOST_DEFAULT_THREADS) if n_jobs is None else joblib.effective_n_jobs(n_jobs)
+            min(joblib.cpu_count(), MAX_DEFAULT_THREADS) if n_jobs is None else joblib.effective_n_jobs(n_jobs)
         )
 
     def __iter__(self) -> Iterator[Tensor]:
+        with tqdm(total=self.n_images, desc=self.progress, unit="image", disable=self.progress is None) as bar:
+            for batch in self._decoded():
+                yield batch
+                bar.update(len(batch))
+
+    def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All images (n, 3, size, size) in ``dtype``, channels_last; each decoded batch is freed once it is copied."""
+        shape = (self.n_images, 3, self.size, self.size)
+        images = torch.empty(shape, dtype=dtype, device="cpu", memory_format=torch.channels_last)
+        start = 0
+        for batch in self:
+            images[start : start + len(batch)] = batch
+            start += len(batch)
+        return images
+
+    def _decoded(self) -> Iterator[Tensor]:
         lock = Lock()
         waiting: deque[list[Future[NDArray[np.uint8]]]] = deque()
         pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="decode")
@@ -270,9 +304,9 @@ def check_header(image: Image.Image) -> None:
 def _size_problem(width: int, height: int) -> str | None:
     if width == 0 or height == 0:
         return f"it has no pixels (size {width} x {height})"
-    if max(width, height) > _LONGEST_SIDE or width * height > _MOST_PIXELS:
+    if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
         return (
-            f"{width} x {height} pixels are too many: at most {_MOST_PIXELS}, with sides of up to {_LONGEST_SIDE}, "
+            f"{width} x {height} pixels are too many: at most {MAX_PIXELS}, with sides of up to {MAX_SIDE}, "
             "are read. Scale it down first"
         )
     return None

@@ -28,9 +28,9 @@ import torch
 import typer
 from numpy.typing import NDArray
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
-from fewshot_mahalanobis.data.sources import images_below, is_image
-from fewshot_mahalanobis.images import read_square_array
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
+from fewshot_mahalanobis.folders import find_images, is_image_name
+from fewshot_mahalanobis.images import read_or_reason
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -262,21 +262,21 @@ class _Worker:
         return pa.Table.from_pylist(rows, schema=self.schema)
 
     def _read(self, path: str) -> NDArray[np.uint8] | str:
-        """One image as uint8 (size, size, 3), or what is wrong with it."""
+        """One image as uint8 (size, size, 3), or why it cannot be read."""
         size = self.classifier.model_.image_size
+        if self.filesystem is None:
+            return read_or_reason(path, size)
         try:
-            if self.filesystem is None:
-                return read_square_array(path, size)
             with self.filesystem.open_input_file(path) as file:
-                return read_square_array(file, size)
-        except (OSError, ValueError) as error:  # ImageError, and what a storage says
+                return read_or_reason(file, size)
+        except (OSError, ValueError) as error:  # of the storage
             return str(error)
 
     def _predicted(self, images: list[NDArray[np.uint8]]) -> list[tuple[Any, float]]:
         """Label of each image, and probability of its most probable class."""
         if not images:
             return []
-        said = answers(self.classifier, images)
+        said = predict_all(self.classifier, images)
         return list(zip(said.labels.tolist(), said.probabilities.max(axis=1).tolist(), strict=True))
 
 
@@ -303,11 +303,11 @@ def _listed(
     if isinstance(images, str) and "://" in images:
         filesystem, folder = _storage(images)
         found = filesystem.get_file_info(FileSelector(folder, recursive=True))
-        paths = sorted(entry.path for entry in found if entry.type == FileType.File and is_image(entry.path))
+        paths = sorted(entry.path for entry in found if entry.type == FileType.File and is_image_name(entry.path))
         if not paths:
             raise ValueError(f"{images} holds no image")
         return filesystem, paths
-    files = images_below(Path(images)) if isinstance(images, str | os.PathLike) else images
+    files = find_images(Path(images)).paths if isinstance(images, str | os.PathLike) else images
     if not len(files):
         raise ValueError("there are no images: the list is empty")
     return None, [os.path.abspath(file) for file in files]  # noqa: PTH100 (keeps a million strings strings)

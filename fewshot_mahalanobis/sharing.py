@@ -1,7 +1,7 @@
-"""Fitted classifiers in repositories of the Hugging Face Hub: what a repository holds, and the model card.
+"""Fitted classifiers in repositories of the Hugging Face Hub: the files of a repository, and the model card.
 
 A repository is ``classifier.safetensors``, as :meth:`SimpleCNAPSClassifier.save` writes it, and ``README.md``, the
-model card; with pictures of the classes in ``thumbnails/`` if, and only if, whoever pushes it hands them over.
+model card. Pictures of the classes are in ``thumbnails/``, if whoever pushes it hands them over.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +25,11 @@ from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER
 from fewshot_mahalanobis.checkpoints.hub import hub_name
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
+from fewshot_mahalanobis.saving import FittedState, save_classifier
 
-if TYPE_CHECKING:
-    from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-
-#: Side of a thumbnail in pixels, the space between two, and how many a class has at most.
-_SIDE, _GAP, _MOST = 84, 4, 5
+#: Side of a thumbnail and the space between two, in pixels; most thumbnails of a class.
+SIDE, GAP, MAX_THUMBNAILS = 84, 4, 5
 
 _CARD = """\
 ---
@@ -67,60 +68,57 @@ classifier.predict(["photo.jpg"])  # also predict_proba, partial_fit with more i
 
 
 def write_repository(
-    classifier: SimpleCNAPSClassifier,
-    folder: Path,
-    repo_id: str,
-    thumbnails: tuple[Any, NDArray[Any]] | None,
+    folder: Path, repo_id: str, state: FittedState, task: AdaptedTask, thumbnails: tuple[Any, NDArray[Any]] | None
 ) -> None:
     """Write what goes into the repository ``repo_id``: the classifier, the model card, the thumbnails."""
-    strips = {} if thumbnails is None else _write_strips(folder, classifier.classes_, *thumbnails)
-    if public_checkpoint(classifier.checkpoint) is None:  # a path tells strangers of this machine and helps nobody
-        anonymous = object.__new__(type(classifier))
-        anonymous.__dict__ = {**classifier.__dict__, "checkpoint": classifier.model_}
-        anonymous.save(folder / CLASSIFIER)
-    else:
-        classifier.save(folder / CLASSIFIER)
-    (folder / CARD).write_text(model_card(classifier, repo_id, strips), encoding="utf-8")
+    strips = {} if thumbnails is None else _write_strips(folder, state.classes, *thumbnails)
+    card = model_card(repo_id, state, leave_one_out_hits(task), strips)
+    if public_checkpoint(state.parameters["checkpoint"]) is None:  # a path of this machine is nobody else's business
+        state = replace(state, parameters={**state.parameters, "checkpoint": state.model})
+    save_classifier(state, folder / CLASSIFIER)
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def model_card(classifier: SimpleCNAPSClassifier, repo_id: str, strips: dict[int, str] | None = None) -> str:
-    """Markdown that tells what a fitted classifier is, from what it knows of itself.
+def model_card(
+    repo_id: str, state: FittedState, leave_one_out: tuple[int, int], strips: dict[int, str] | None = None
+) -> str:
+    """Markdown that describes a fitted classifier.
 
     Parameters
     ----------
-    classifier : SimpleCNAPSClassifier
-        Fitted.
     repo_id : str
         Where it will be.
+    state : FittedState
+    leave_one_out : (int, int)
+        As :func:`leave_one_out_hits` counts.
     strips : dict of int to str, optional
         Picture files of classes, by index.
     """
-    from fewshot_mahalanobis import __version__  # which imports this module
-
     metadata = ModelCardData(
         library_name="fewshot-mahalanobis",
         pipeline_tag="image-classification",
         tags=["few-shot-learning", "image-classification", "simple-cnaps", "mahalanobis-distance"],
     )
-    config = classifier.model_.config
+    parameters, config = state.parameters, state.model.config
     backbone = config.get("backbone")
     ours = backbone is None or backbone["timm"] is not None
+    head, unknown = parameters["head"], parameters["unknown_label"]
     settings: dict[str, Any] = {
         "network": "FiLM ResNet18 of Simple CNAPS" if backbone is None else backbone["timm"] or "its author's own",
-        "checkpoint": public_checkpoint(classifier.checkpoint) or "in the file",
-        "adapted to the support images": "no" if classifier.task_.film is None else "yes",
-        "head": classifier.head if isinstance(classifier.head, str) else repr(classifier.head),
+        "checkpoint": public_checkpoint(parameters["checkpoint"]) or "in the file",
+        "adapted to the support images": "no" if state.film is None else "yes",
+        "head": head if isinstance(head, str) else repr(head),
         "image size": f"{config['image_size']} x {config['image_size']}",
-        "temperature": f"{classifier.temperature_:.3g}",
-        "answer for unknown images": "none"
-        if classifier.unknown_label is None
-        else f"{classifier.unknown_label!r}, at a false rejection rate of {classifier.false_rejection_rate:g}",
-        "written by": f"fewshot-mahalanobis {__version__}, torch {torch.__version__}",
+        "temperature": f"{state.calibration.temperature:.3g}",
+        "label of unknown images": "none"
+        if unknown is None
+        else f"{unknown!r}, at a false rejection rate of {parameters['false_rejection_rate']:g}",
+        "written by": f"fewshot-mahalanobis {version('fewshot-mahalanobis')}, torch {torch.__version__}",
     }
-    counts = classifier.class_counts_.tolist()
+    counts = state.support_labels.bincount().tolist()
     rows = [
         (_escape(label), count, *([f"![]({strips[index]})" if index in strips else ""] if strips else []))
-        for index, (label, count) in enumerate(zip(classifier.classes_.tolist(), counts, strict=True))
+        for index, (label, count) in enumerate(zip(state.classes.tolist(), counts, strict=True))
     ]
     return _CARD.format(
         metadata=metadata.to_yaml(),
@@ -129,10 +127,10 @@ def model_card(classifier: SimpleCNAPSClassifier, repo_id: str, strips: dict[int
         classes=len(counts),
         images=sum(counts),
         packages="'fewshot-mahalanobis[backbones]'" if backbone and backbone["timm"] else "fewshot-mahalanobis",
-        argument="" if ours else ", checkpoint=network",
-        own="" if ours else "`network` is the module whose weights are in the file: its code is not.\n\n",
+        argument="" if ours else ", backbone=network",
+        own="" if ours else "`network` is the module whose weights are in the file; its code is not.\n\n",
         table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),
-        accuracy=_accuracy(classifier),
+        accuracy=_accuracy(*leave_one_out, len(state.support_labels), adapted=state.film is not None),
         settings=_table(("setting", "value"), [(name, _escape(value)) for name, value in settings.items()]),
     )
 
@@ -145,32 +143,32 @@ def public_checkpoint(checkpoint: Any) -> str | None:
     return checkpoint if checkpoint in CHECKPOINTS or hub else None
 
 
-def leave_one_out_hits(classifier: SimpleCNAPSClassifier) -> tuple[int, int]:
-    """How many support images the head fitted to the others tells right, and of how many that have a class-mate."""
-    task = classifier.task_
+def leave_one_out_hits(task: AdaptedTask) -> tuple[int, int]:
+    """How many support images the head classifies rightly when fitted to the others, and of how many.
+
+    Those that are alone in their class are not counted.
+    """
     with torch.no_grad():
-        logits = task.head.leave_one_out_logits(task._head_space(task.support_features), task.support_labels)
-    told = task.support_labels.bincount()[task.support_labels] > 1
+        logits = task.head.leave_one_out_logits(task.head_features(task.support_features), task.support_labels)
+    counted = task.support_labels.bincount()[task.support_labels] > 1
     right = logits.argmax(dim=1) == task.support_labels
-    return int((right & told).sum()), int(told.sum())
+    return int((right & counted).sum()), int(counted.sum())
 
 
-def _accuracy(classifier: SimpleCNAPSClassifier) -> str:
-    right, told = leave_one_out_hits(classifier)
-    alone = len(classifier.task_.support_labels) - told
-    if not told:
+def _accuracy(right: int, counted: int, images: int, adapted: bool) -> str:
+    if not counted:
         return "Not measured: every class has one support image, and none can be left out."
-    interval = binomtest(right, told).proportion_ci(0.95, method="wilson")
-    skipped = f" ({alone} more are alone in their class)" if alone else ""
+    interval = binomtest(right, counted).proportion_ci(0.95, method="wilson")
+    skipped = f" ({images - counted} more are alone in their class)" if images > counted else ""
     seen = (
-        "Only the head was fitted without the one left out: the network had been adapted to all of them"
-        if classifier.task_.film is not None
-        else "The network is not adapted, so only the choice of settings may have seen the one left out"
+        "The network had been adapted to all of them; only the head was fitted without the one left out"
+        if adapted
+        else "The network is not adapted, so only the choice of settings may have used the one left out"
     )
     return (
-        f"Of {told} support images{skipped}, each left out in turn and told by the others, {right} came out right: "
-        f"**{right / told:.1%}** (95 % Wilson interval {interval.low:.1%} to {interval.high:.1%}). {seen}. No images "
-        "but these were looked at: where new ones look different, expect less."
+        f"Each of {counted} support images{skipped} was left out in turn and classified by the others: {right} came "
+        f"out right, **{right / counted:.1%}** (95 % Wilson interval {interval.low:.1%} to {interval.high:.1%}). "
+        f"{seen}. No other images were tried: where new ones look different, expect less."
     )
 
 
@@ -181,17 +179,17 @@ def _write_strips(folder: Path, classes: NDArray[Any], images: Any, labels: NDAr
         raise ValueError(f"thumbnails have the label {unknown.tolist()[0]!r}, which is none of the classes")
     chosen: dict[int, list[NDArray[np.uint8]]] = {}
     indices = iter(np.searchsorted(classes, labels).tolist())
-    for batch in ImageBatches(images, _SIDE):
+    for batch in ImageBatches(images, SIDE):
         for pixels in ((batch + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy():
             of_class = chosen.setdefault(next(indices), [])
-            if len(of_class) < _MOST:
+            if len(of_class) < MAX_THUMBNAILS:
                 of_class.append(pixels)
     (folder / "thumbnails").mkdir()
     strips = {}
     for index, pictures in sorted(chosen.items()):
-        strip = Image.new("RGB", (len(pictures) * (_SIDE + _GAP) - _GAP, _SIDE), "white")
+        strip = Image.new("RGB", (len(pictures) * (SIDE + GAP) - GAP, SIDE), "white")
         for place, pixels in enumerate(pictures):
-            strip.paste(Image.fromarray(pixels), (place * (_SIDE + _GAP), 0))
+            strip.paste(Image.fromarray(pixels), (place * (SIDE + GAP), 0))
         strips[index] = f"thumbnails/{index}.jpg"
         strip.save(folder / strips[index], quality=90)
     return strips

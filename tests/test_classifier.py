@@ -29,7 +29,6 @@ from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches, ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.onnx_export import _MahalanobisGraph
 
 SIZE = 32
 COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
@@ -240,7 +239,7 @@ def test_every_metric_head_can_be_named(head: str, model: SimpleCNAPS, support: 
 def test_the_named_head_of_the_checkpoint_keeps_its_settings(fitted: SimpleCNAPSClassifier) -> None:
     head = fitted.task_.head
     assert isinstance(head, MahalanobisHead)
-    assert (head.scale, head.covariance.beta) == (0.5, 0.5)
+    assert (head.scale, head.covariance.settings.beta) == (0.5, 0.5)
 
 
 def test_a_head_object_is_used_and_left_alone(
@@ -650,7 +649,7 @@ def test_the_mahalanobis_graph_holds_with_few_and_with_many_support_images() -> 
     for count in (40, 6):
         for covariance in (RegularizedCovariance(0.3), RegularizedCovariance(0.3, task_covariance=False)):
             head = MahalanobisHead(covariance, scale=0.5)
-            graph = _MahalanobisGraph(head, features[:count], labels[:count])
+            graph = head.export(head.fit(features[:count], labels[:count]))
             assert_close(graph(others).numpy(), head(features[:count], labels[:count], others).numpy())
 
 

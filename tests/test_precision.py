@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis import classifier as classifier_module
-from fewshot_mahalanobis.classifier import _native_bfloat16
+from fewshot_mahalanobis import devices
+from fewshot_mahalanobis.devices import choose_dtype, native_bfloat16
 from tests.tiny import LABELS, pictures, tiny_model
 
 CPU = torch.device("cpu")
@@ -23,14 +23,14 @@ def model() -> SimpleCNAPS:
 def test_auto_is_bfloat16_where_the_device_has_it(
     native: bool, dtype: torch.dtype, model: SimpleCNAPS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classifier_module, "_native_bfloat16", lambda device: native)
+    monkeypatch.setattr(devices, "native_bfloat16", lambda device: native)
     assert SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8, 1), LABELS).task_.dtype == dtype
 
 
 def test_auto_leaves_other_backbones_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classifier_module, "_native_bfloat16", lambda device: True)
+    monkeypatch.setattr(devices, "native_bfloat16", lambda device: True)
     for precision, dtype in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
-        assert classifier_module._dtype(precision, tiny_model()) == dtype
+        assert choose_dtype(precision, tiny_model()) == dtype
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_a_processor_is_asked_for_the_instructions(
     capabilities: dict[str, object], native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert _native_bfloat16(CPU) is native
+    assert native_bfloat16(CPU) is native
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert _native_bfloat16(CPU) is False
+    assert native_bfloat16(CPU) is False
 
 
 def test_older_versions_of_torch_are_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,10 +56,10 @@ def test_older_versions_of_torch_are_asked_otherwise(monkeypatch: pytest.MonkeyP
     for bf16, amx in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=bf16: answer, raising=False)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=amx: answer, raising=False)
-        assert _native_bfloat16(CPU) is (bf16 or amx)
+        assert native_bfloat16(CPU) is (bf16 or amx)
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
-    assert _native_bfloat16(CPU) is False
+    assert native_bfloat16(CPU) is False
 
 
 @pytest.mark.parametrize("adaptation", ["film", "auto-regressive"])

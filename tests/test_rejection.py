@@ -26,11 +26,11 @@ from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.classifier import predict_all
 from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.heads import HEADS, MahalanobisHead
-from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
+from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject, rejection_threshold
 from fewshot_mahalanobis.temperature import fit_temperature
 from tests import reference
-from tests.gaussians.test_covariance import make_task
+from tests.drawn_tasks import make_task
 from tests.tiny import LABELS, pictures, tiny_model
 
 

@@ -101,10 +101,10 @@ def test_a_folder_with_a_copy_of_a_repository_is_read(hub: Hub, fitted: SimpleCN
 def test_a_classifier_on_a_module_of_ones_own_comes_back_with_that_module(hub: Hub) -> None:
     fitted = classifier_on(seeded(own_network)).fit(coloured(LABELS, 0), LABELS)
     fitted.push_to_hub("user/own", token="hf_secret")
-    assert 'from_pretrained("user/own", checkpoint=network)' in files_of(hub, "user/own")["README.md"].decode()
-    with pytest.raises(CheckpointError, match="checkpoint=network"):
+    assert 'from_pretrained("user/own", backbone=network)' in files_of(hub, "user/own")["README.md"].decode()
+    with pytest.raises(CheckpointError, match="backbone=network"):
         SimpleCNAPSClassifier.from_pretrained("user/own")
-    restored = SimpleCNAPSClassifier.from_pretrained("user/own", checkpoint=own_network())
+    restored = SimpleCNAPSClassifier.from_pretrained("user/own", backbone=own_network())
     assert restored.predict(coloured(LABELS, 1)).tolist() == fitted.predict(coloured(LABELS, 1)).tolist()
 
 
@@ -145,7 +145,7 @@ def test_the_card_tells_the_classes_the_use_and_the_accuracy_on_left_out_images(
 
     # Refitted without each image in turn, where its class has another: what the card says was found by downdating.
     images, right = coloured(LABELS, 0), 0
-    beta = fitted.task_.head.covariance.on(fitted.task_.support_features, fitted.task_.support_labels).beta
+    beta = fitted.task_._state.beta
     model = SimpleCNAPS(adaptation="none", beta=beta, image_size=SIZE, backbone=model_of_timm().feature_extractor)
     for i in np.flatnonzero(LABELS != "alone"):
         rest = np.arange(len(LABELS)) != i

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis import classifier as classifier_module
+from fewshot_mahalanobis import saving
 from fewshot_mahalanobis import images as images_module
 from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.images import ImageBatches, ImageError, read_square_array
@@ -40,7 +40,7 @@ class Images:
 
     def __init__(self, folder: Path) -> None:
         # The promise holds for any limit; a low one leaves the time to other things than large empty pictures.
-        images_module._MOST_PIXELS = 1 << 18
+        images_module.MAX_PIXELS = 1 << 18
         warnings.simplefilter("ignore")  # Pillow's, of odd metadata
 
     def __call__(self, data: bytes) -> None:
@@ -127,7 +127,7 @@ class Checkpoints:
             weights.write_bytes(rest)
         (self.folder / "config.json").write_bytes(config)
         try:
-            model = read_checkpoint(self.folder)
+            model = read_checkpoint(self.folder, SimpleCNAPS)
         except CheckpointError as error:
             promise(str(self.folder) in str(error), "the error names the file")
         else:
@@ -164,7 +164,7 @@ class Classifiers:
         self.header = json.loads(content[8 : 8 + length])
         self.text, self.room = self.header["__metadata__"]["classifier"], len(content) - length - 8
         self.path = folder / "forged"
-        classifier_module._digest = lambda tensors: ""
+        saving._digest = lambda tensors: ""
 
     def __call__(self, data: bytes) -> None:
         if data[:1] >= b"\x80":
@@ -190,7 +190,7 @@ class Classifiers:
             return
         if type(dtype) is str and type(classes) is list:
             try:
-                array = classifier_module._labels_from_json(labels)
+                array = saving._classes(saving.Labels(dtype, classes))
             except (ValueError, TypeError, OverflowError):
                 return
             promise(array.tolist() == classes, "labels come as they were written")

@@ -28,11 +28,13 @@ from torch import nn
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis import classifier as classifier_module
+from fewshot_mahalanobis import saving
 from fewshot_mahalanobis import images as images_module
 from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
 from fewshot_mahalanobis.checkpoints import download as download_module
 from fewshot_mahalanobis.checkpoints import format as format_module
 from fewshot_mahalanobis.checkpoints import authors_weights as published_module
+from fewshot_mahalanobis.checkpoints import loading as loading_module
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE
 from fewshot_mahalanobis.checkpoints.authors_weights import CACHE_VARIABLE
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
@@ -162,7 +164,7 @@ def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path, monkeypatch: py
         temporary.write_bytes(b"half of it")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(classifier_module, "save_file", half_then_killed)
+    monkeypatch.setattr(saving, "save_file", half_then_killed)
     process = forked(tiny_classifier().save, path)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -214,13 +216,13 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
         (folder / "model.safetensors").write_bytes(model.numpy().tobytes())
         (folder / "config.json").write_text("{}")
 
-    def read(folder: Path) -> bytes:
+    def read(folder: Path, model_class: object) -> bytes:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is not whole")
         return (folder / "model.safetensors").read_bytes()
 
     converter = SimpleNamespace(from_published_state_dict=lambda state_dict: state_dict["weights"])
-    monkeypatch.setattr(published_module, "SimpleCNAPS", converter)
+    monkeypatch.setattr(loading_module, "SimpleCNAPS", converter)
     monkeypatch.setattr(published_module, "save_checkpoint", save)
     monkeypatch.setattr(published_module, "read_checkpoint", read)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
@@ -394,7 +396,7 @@ def test_forked_workers_predict_what_their_parent_does() -> None:
     np.testing.assert_allclose(np.concatenate(parts), classifier.decision_function(queries), rtol=1e-5)
 
 
-def answers(classifier: SimpleCNAPSClassifier, file: Path, queries: Any) -> list[Any]:
+def logits_of(classifier: SimpleCNAPSClassifier, file: Path, queries: Any) -> list[Any]:
     """In another process: of a classifier that came as a pickle, and of one that joblib wrote to a file."""
     return [classifier.decision_function(queries), joblib.load(file).decision_function(queries)]
 
@@ -403,7 +405,7 @@ def test_a_spawned_worker_answers_alike_from_a_pickle_and_from_a_joblib_file(tmp
     classifier, queries = tiny_classifier(), pictures(6, 2)
     joblib.dump(classifier, tmp_path / "classifier.joblib")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        results = pool.apply(answers, (classifier, tmp_path / "classifier.joblib", queries))
+        results = pool.apply(logits_of, (classifier, tmp_path / "classifier.joblib", queries))
     for result in results:
         np.testing.assert_allclose(result, classifier.decision_function(queries), rtol=1e-5)
 
@@ -493,8 +495,8 @@ def test_what_cuda_saved_loads_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     loaded = SimpleCNAPSClassifier.load(tmp_path / "saved")
     assert loaded.device_.type == "cpu"
     np.testing.assert_allclose(loaded.decision_function(pictures(5, 2)), expected, rtol=1e-2)
-    real = classifier_module._device
-    monkeypatch.setattr(classifier_module, "_device", lambda d: real("nowhere" if "cuda" in str(d) else d))
+    real = classifier_module.choose_device
+    monkeypatch.setattr(classifier_module, "choose_device", lambda d: real("nowhere" if "cuda" in str(d) else d))
     with pytest.warns(UserWarning, match="no device cuda"):
         again = pickle.loads(data)
     assert {p.device.type for p in again.checkpoint.parameters()} == {"cpu"}
