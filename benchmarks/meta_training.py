@@ -33,7 +33,7 @@ LOOPS = {
     "plain eager loop": "plain",
     "`meta-train`": "bfloat16",
     "`meta-train --precision float32`": "float32",
-    f"`meta-train --lite {LITE}`": "lite",
+    f"`meta-train --set lite={LITE}`": "lite",
 }
 #: Classes and typical images a class of the training splits of Meta-Dataset's eight training sets, about.
 TRAINING_SETS = {
