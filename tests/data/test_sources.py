@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from fewshot_mahalanobis.data.glyphs import draw_glyphs
-from fewshot_mahalanobis.data.sources import image_files, images_below, load_source
+from fewshot_mahalanobis.data.sources import load_source
 
 
 def write_tree(root: Path, layout: dict[str, int]) -> Path:
@@ -64,30 +64,6 @@ def test_errors_name_the_path_and_the_image(tmp_path):
         load_source(root)
     with pytest.raises(ValueError, match="has 1 class folders"):
         load_source(write_tree(tmp_path / "one", {"a": 1}))
-
-
-def test_image_files_takes_labels_from_the_folders(tmp_path):
-    root = write_tree(tmp_path / "set", {"cat/old": 1, "cat/new": 1, "dog": 2})
-    (root / "dog" / "notes.txt").write_text("not an image")
-    (root / "loose.png").write_bytes((root / "dog" / "0.png").read_bytes())
-    paths, labels = image_files(root)
-    assert labels == ["cat", "cat", "dog", "dog"]
-    assert all(path.is_file() for path in paths)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        image_files(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="at least 2"):
-        image_files(root / "cat" / "old")
-
-
-def test_images_below_finds_files_or_says_there_are_none(tmp_path):
-    root = write_tree(tmp_path / "set", {"a": 2})
-    assert images_below(root / "a" / "1.png") == [root / "a" / "1.png"]
-    assert [path.name for path in images_below(root)] == ["0.png", "1.png"]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no image"):
-        images_below(tmp_path / "empty")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        images_below(tmp_path / "nowhere")
 
 
 def test_glyphs_are_repeatable_distinct_and_without_digits():
