@@ -66,7 +66,7 @@ def test_the_costs_on_the_page_are_those_of_the_benchmark():
     (_, support_flops, support_held), (_, query_flops, query_held) = costs
     assert f"support image of 84 x 84 pixels costs {support_flops} GFLOP" in page
     assert f"holds {support_held} for the gradient" in page
-    assert f"a further query image {query_flops} GFLOP and {query_held}" in page
+    assert f"One more query image costs {query_flops} GFLOP and {query_held}" in page
     _, ways, support, query = episodes[-1]
-    assert f"an episode has {ways} ways, {support} support and {query} query images on average" in page
+    assert f"an episode has on average {ways} ways, {support} support and {query} query images" in page
     assert f"{support} x {support_flops} + {query} x {query_flops} GFLOP" in page
