@@ -419,8 +419,7 @@ class _ExportedLinear(nn.Module):
 
 #: Every head by its name.
 HEADS: dict[str, type[Head[Any]]] = {
-    head.name: head
-    for head in (MahalanobisHead, EuclideanHead, ManhattanHead, CosineHead, DotProductHead, LinearHead)
+    head.name: head for head in (MahalanobisHead, EuclideanHead, ManhattanHead, CosineHead, DotProductHead, LinearHead)
 }
 
 

@@ -9,6 +9,7 @@ et al., "Algorithmic Learning in a Random World", 2005), with leave-one-out in p
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from numbers import Integral, Real
 from typing import Any
@@ -69,9 +70,18 @@ def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:
         warnings.warn(
             f"{n} left-out examples cannot guarantee false_rejection_rate={false_rejection_rate:g}: about {finest:.2g} "
             f"of the queries of known classes will be rejected. Add examples, or set {finest:.2g} or more",
-            stacklevel=2,
+            stacklevel=_level_of_caller(),
         )
     return float(np.quantile(scores.numpy(), 1 - false_rejection_rate, method="weibull"))  # of rank (n + 1) (1 - rate)
+
+
+def _level_of_caller() -> int:
+    """``stacklevel`` of the first line outside this package, as seen from the function that calls this one."""
+    package, level = __name__.partition(".")[0], 1
+    frame = inspect.currentframe()
+    while (frame := frame and frame.f_back) and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level += 1
+    return level
 
 
 def predict_or_reject(logits: Tensor, threshold: float | None) -> NDArray[np.int64]:

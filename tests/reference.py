@@ -14,24 +14,36 @@ def covariance(features: Tensor) -> Tensor:
     return difference.T @ difference / (len(features) - 1)
 
 
+def pooled_covariance(features: Tensor, labels: Tensor) -> Tensor:
+    """Covariance (d, d) pooled within k classes, of divisor n - k; zero if every class has one example."""
+    scatter = features.new_zeros(features.shape[1], features.shape[1])
+    for label in labels.unique():
+        members = features[labels == label]
+        scatter = scatter + (len(members) - 1) * covariance(members)
+    return scatter / max(len(labels) - len(labels.unique()), 1)
+
+
 def class_covariances(
     features: Tensor,
     labels: Tensor,
     beta: float = 1.0,
     task_covariance: bool = True,
     one_shot_covariance: str = "zero",
+    shared: str = "task",
+    prior_shots: float = 1.0,
 ) -> Tensor:
     """Q_k of equation 3 for every class, (k, d, d), in float64."""
     features = features.double()
     identity = torch.eye(features.shape[1], dtype=torch.float64)
+    s = covariance(features) if shared == "task" else pooled_covariance(features, labels)
     matrices = []
     for label in range(int(labels.max()) + 1):
         members = features[labels == label]
         sigma_k = covariance(members)
         if len(members) == 1 and one_shot_covariance == "published":
             sigma_k = sigma_k + members[0].var()
-        weight = len(members) / (len(members) + 1) if task_covariance else 1.0
-        matrices.append(weight * sigma_k + (1 - weight) * covariance(features) + beta * identity)
+        weight = 1 / (1 + prior_shots / len(members)) if task_covariance else 1.0
+        matrices.append(weight * sigma_k + (1 - weight) * s + beta * identity)
     return torch.stack(matrices)
 
 

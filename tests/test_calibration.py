@@ -8,10 +8,16 @@ import torch
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import MahalanobisClassifier
-from fewshot_mahalanobis.calibration import BETA_GRID, choose_beta, fit_temperature
+from fewshot_mahalanobis.gaussians.choose import BETA_GRID, choose_settings
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.heads import MahalanobisHead
-from tests.gaussians.test_covariance import make_task
+from fewshot_mahalanobis.temperature import fit_temperature
+from tests.drawn_tasks import make_task
+
+
+def choose_beta(features: torch.Tensor, labels: torch.Tensor) -> float:
+    return choose_settings(CovarianceSettings("auto"), features, labels).ridge
 
 
 def drawn(true_temperature: float, n: int = 20_000, k: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +62,7 @@ def test_logits_that_say_nothing_leave_the_temperature_at_one() -> None:
 
 
 def improbabilities(features: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """What ``choose_beta`` makes smallest, of each candidate: n refits and a fine grid of temperatures; the prior."""
+    """What ``choose_settings`` makes smallest, of each candidate: n refits and a fine grid of temperatures; the prior."""
     n, k = len(labels), int(labels.max()) + 1
     variance = float(features.var(dim=0).mean())
     targets = torch.full((n, k), 1 / (n + k), dtype=torch.float64).scatter(1, labels[:, None], (n + 1) / (n + k))
@@ -77,7 +83,7 @@ def test_beta_is_what_left_out_examples_and_the_prior_make_most_probable(seed: i
     features, labels, _ = make_task(seed, [4, 3, 5], 12, dtype=torch.float64)
     variance = float(features.var(dim=0).mean())
     expected = BETA_GRID[int(np.argmin(improbabilities(features, labels)))] * variance
-    assert choose_beta(RegularizedCovariance(), features, labels) == pytest.approx(expected)
+    assert choose_beta(features, labels) == pytest.approx(expected)
 
 
 def test_many_examples_outvote_the_prior() -> None:
@@ -87,10 +93,7 @@ def test_many_examples_outvote_the_prior() -> None:
     features = torch.randn(120, 4, generator=generator, dtype=torch.float64) * spread
     labels = torch.arange(120) % 2
     features[:, 3] += 3 * labels
-    factors = [
-        choose_beta(RegularizedCovariance(), features[:n], labels[:n]) / float(features[:n].var(dim=0).mean())
-        for n in (4, 120)
-    ]
+    factors = [choose_beta(features[:n], labels[:n]) / float(features[:n].var(dim=0).mean()) for n in (4, 120)]
     assert factors[1] < factors[0] / 10
 
 
@@ -111,7 +114,7 @@ def test_where_nothing_can_be_left_out_beta_is_the_mean_variance() -> None:
 
 def test_the_classifier_of_features_chooses_beta_when_asked_to() -> None:
     features, labels, queries = make_task(7, [4, 3, 5], 12, dtype=torch.float64)
-    chosen = choose_beta(RegularizedCovariance(), features, labels)
+    chosen = choose_beta(features, labels)
     auto = MahalanobisClassifier(beta="auto").fit(features.numpy(), labels.numpy())
     assert auto.beta == "auto"
     assert auto.beta_ == pytest.approx(chosen)

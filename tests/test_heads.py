@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, LinearHead, MahalanobisHead
 from tests import reference
-from tests.gaussians.test_covariance import make_task
+from tests.drawn_tasks import make_task
 
 COMPARE = {
     "euclidean": lambda x, mu: -((x - mu) ** 2).sum(),

@@ -36,7 +36,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.inputs import working_dtype
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 
 #: Size of the largest temporary of a chunk of queries, in numbers (16 MB in float64).
@@ -87,8 +86,14 @@ class SharedCovariance:
 
 def deviations(x: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
     """Each feature less its class mean, (n, d); exactly zero for an example that is alone in its class."""
-    means = x.new_zeros(len(counts), x.shape[1]).index_add(0, labels, x) / counts[:, None]
-    return x - means[labels]
+    return x - _means(x, labels, counts)[labels]
+
+
+def _means(x: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """Class means (k, d), exact for a class of equal examples: the first of the class, and a mean difference from it."""
+    first = x[labels.argsort(stable=True)[counts.cumsum(0) - counts]]
+    sums = torch.zeros_like(first).index_add(0, labels, x - first[labels])
+    return first + sums / counts[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +115,7 @@ def class_groups(
     """
     if settings.class_weight(1) == 0.0:
         classes = torch.arange(len(counts), device=x.device)
-        means = x.new_zeros(len(counts), x.shape[1]).index_add(0, labels, x) / counts[:, None]
-        return [ClassGroup(classes, means, x.new_zeros(len(counts), 0, x.shape[1]), 1.0)]
+        return [ClassGroup(classes, _means(x, labels, counts), x.new_zeros(len(counts), 0, x.shape[1]), 1.0)]
     groups = []
     for classes, rows in members_by_shots(labels, counts):
         groups.append(class_group(x[rows], classes, centre, settings))
@@ -143,6 +147,8 @@ def by_class(groups: list[ClassGroup]) -> Tensor:
 def class_group(members: Tensor, classes: Tensor, centre: Tensor, settings: CovarianceSettings) -> ClassGroup:
     """Make a group of ``members`` (k', n_k, d), centred at the task mean ``centre``."""
     shots, d = members.shape[1:]
+    first = members[:, 0]
+    means = first + (members - first[:, None]).mean(dim=1)  # exact for equal examples
     weight = settings.class_weight(shots)
     if shots == 1 and settings.one_shot_covariance == "published":
         # c in every entry of Sigma_k is c 1 1^T, of root sqrt(c) 1^T. c is that of the vector before centring. Its
@@ -152,7 +158,7 @@ def class_group(members: Tensor, classes: Tensor, centre: Tensor, settings: Cova
         roots = torch.where(c > 0, torch.where(c > 0, weight * c, 1.0).sqrt(), 0.0).expand(-1, 1, d)
     else:
         roots = class_roots(members, weight, shots - 1)
-    return ClassGroup(classes, members.mean(dim=1), roots, 1.0 - weight)
+    return ClassGroup(classes, means, roots, 1.0 - weight)
 
 
 def class_roots(members: Tensor, weight: float, freedom: int) -> Tensor:

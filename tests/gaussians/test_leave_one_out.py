@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from tests import reference
-from tests.gaussians.test_covariance import SETTINGS, make_task
+from tests.drawn_tasks import make_task
+from tests.gaussians.test_covariance import SETTINGS
 
 
 def refitted(features: Tensor, labels: Tensor, **settings: object) -> Tensor:
@@ -35,6 +36,7 @@ def refitted(features: Tensor, labels: Tensor, **settings: object) -> Tensor:
         ([1, 1, 1], 4),
         ([1, 1], 3),
         ([3, 1], 2),
+        ([2, 1, 1], 4),
         ([9, 8, 1], 3),
     ],
 )
@@ -43,13 +45,13 @@ def test_distances_equal_those_of_refitting_without_each_example(
     shots: list[int], d: int, settings: dict[str, object], scale: float
 ) -> None:
     features, labels, _ = make_task(sum(shots) + d, shots, d, scale=scale, dtype=torch.float64)
-    got = leave_one_out_distance(RegularizedCovariance(**settings), features, labels)  # type: ignore[arg-type]
+    got = leave_one_out_distance(CovarianceSettings(**settings), features, labels)  # type: ignore[arg-type]
     torch.testing.assert_close(got, refitted(features, labels, **settings), rtol=1e-8, atol=1e-12)
 
 
 def test_a_single_feature_will_do() -> None:
     features, labels, _ = make_task(8, [9, 8, 1], 1, dtype=torch.float64)
-    got = leave_one_out_distance(RegularizedCovariance(), features, labels)
+    got = leave_one_out_distance(CovarianceSettings(), features, labels)
     torch.testing.assert_close(got, refitted(features, labels), rtol=1e-8, atol=1e-12)
 
 
@@ -58,23 +60,23 @@ def test_duplicated_and_constant_features_and_examples_are_exact() -> None:
     features[:, 1] = 0.5
     features[:, 4] = features[:, 3]
     features[labels == 1] = features[labels == 1][0]
-    got = leave_one_out_distance(RegularizedCovariance(), features, labels)
+    got = leave_one_out_distance(CovarianceSettings(), features, labels)
     torch.testing.assert_close(got, refitted(features, labels), rtol=1e-8, atol=1e-10)
 
 
 def test_an_example_that_is_all_there_is_to_its_class_is_infinitely_far_from_it() -> None:
     features, labels, _ = make_task(0, [1, 3], 5)
-    got = leave_one_out_distance(RegularizedCovariance(), features, labels)
+    got = leave_one_out_distance(CovarianceSettings(), features, labels)
     assert torch.isinf(got).nonzero().tolist() == [[int((labels == 0).nonzero()), 0]]
     assert got.dtype == torch.float32
 
 
 def test_distances_have_gradients() -> None:
     features, labels, _ = make_task(3, [3, 2, 4], 4, dtype=torch.float64)
-    finite = leave_one_out_distance(RegularizedCovariance(), features, labels).isfinite()
+    finite = leave_one_out_distance(CovarianceSettings(), features, labels).isfinite()
 
     def distances(x: Tensor) -> Tensor:
-        return leave_one_out_distance(RegularizedCovariance(), x, labels)[finite]
+        return leave_one_out_distance(CovarianceSettings(), x, labels)[finite]
 
     assert torch.autograd.gradcheck(distances, features.requires_grad_(), atol=1e-6)
 
@@ -83,4 +85,4 @@ def test_an_example_whose_removal_is_lost_to_rounding_is_refused() -> None:
     features, labels, _ = make_task(4, [3, 3], 6, dtype=torch.float64)
     features[0] *= 1e8
     with pytest.raises(ValueError, match="lost to rounding"):
-        leave_one_out_distance(RegularizedCovariance(), features, labels)
+        leave_one_out_distance(CovarianceSettings(), features, labels)
