@@ -24,13 +24,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import EuclideanHead, MahalanobisHead, RegularizedCovariance, SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
+from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.evaluation.result import Accuracy
 from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
 
 SETS = ["mini_imagenet_test.zip", "cub200_2010.zip:test", "quickdraw345.zip:test", "gtsrb.zip", "cifar100_test.zip"]
 BACKBONES = ["default", "efficientnet-lite0"]
@@ -100,7 +99,7 @@ def digits(size: int, images: int) -> ImageSource:
 
 
 def features_of(model: SimpleCNAPS, source: ImageSource) -> Tensor:
-    task = AdaptedTask(model, None, model.head)
+    task = model.with_film(None)
     parts = np.array_split(np.arange(len(source.labels)), math.ceil(len(source.labels) / 16))
     return torch.cat([task.features(source.network_input(part)) for part in parts])
 

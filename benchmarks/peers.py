@@ -23,11 +23,10 @@ from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_images, image_sets
 from benchmarks.timing import Times, show, take_turns
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.evaluation import Accuracy
 from fewshot_mahalanobis.images import to_network_range
-from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
 
 SHOTS = (1, 5, 20)
 WAY, QUERIES, EPISODES = 5, 10, 30
@@ -125,7 +124,7 @@ def _times(repeats: int) -> dict[str, dict[str, Times]]:
 def _accuracies(source: ImageSource, episodes: int) -> dict[str, dict[str, list[float]]]:
     """Of each number of shots and method, over episodes in which the support sets of more shots contain the others."""
     model = load_checkpoint("default")
-    plain = AdaptedTask(model, None, model.head, torch.bfloat16)
+    plain = model.with_film(None, dtype=torch.bfloat16)
     classes = source.indices_of_class()
     most = sorted(map(len, classes))[-min(WAY, len(classes))]
     usable = [shots for shots in SHOTS if shots + QUERIES <= most]

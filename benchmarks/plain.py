@@ -70,4 +70,4 @@ def task(model: SimpleCNAPS, support: Tensor, labels: Tensor, queries: Tensor) -
     film = model.film_generator(task_representation(model, support), support, model.feature_extractor)
     support_features = features(model.feature_extractor, support, film)
     query_features = features(model.feature_extractor, queries, film)
-    return logits(support_features, labels, query_features, float(covariance.beta), model.head.scale)
+    return logits(support_features, labels, query_features, covariance.settings.ridge, model.head.scale)

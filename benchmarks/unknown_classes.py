@@ -29,8 +29,8 @@ from tqdm.auto import tqdm
 
 from benchmarks.beta import features_of, load_backbone, open_set
 from fewshot_mahalanobis import MahalanobisClassifier, RegularizedCovariance, SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
+from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.evaluation.result import Accuracy
 from fewshot_mahalanobis.evaluation.tables import markdown_table
 

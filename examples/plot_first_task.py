@@ -2,12 +2,12 @@
 A first task
 ============
 
-Five images of each digit are enough to read others. Fitting adapts the pretrained network to these images in one
-forward pass; there is no training.
+Five images of each digit are enough to read others. ``fit`` adapts the pretrained network to them in one forward pass,
+without training.
 """
 
 # %%
-# The images are 8 x 8 pixels, grey, from 0 to 16. Any size and mode will do: paths, PIL images, arrays or tensors.
+# The images are grey, 8 x 8 pixels. Any size and mode works, as paths, PIL images, arrays or tensors.
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -25,8 +25,8 @@ classifier = SimpleCNAPSClassifier().fit(images[support], digits.target[support]
 classifier.score(images[query], digits.target[query])
 
 # %%
-# Support images on the left, queries on the right: a query stands in the row of its true label, and its title is red
-# where the prediction differs.
+# Support images are on the left, queries on the right. Each query is in the row of its true label; its title is red if
+# the prediction is wrong.
 
 from fewshot_mahalanobis.plotting import plot_task
 
@@ -35,7 +35,7 @@ support_axes, query_axes = plot_task(
 )
 
 # %%
-# The confusion matrix is scikit-learn's own: an image classifier is a classifier like any other.
+# The confusion matrix is scikit-learn's: this is a classifier like any other.
 
 from sklearn.metrics import ConfusionMatrixDisplay
 

@@ -2,13 +2,13 @@
 Why a covariance: Euclidean and Mahalanobis regions
 ===================================================
 
-The Euclidean head takes every class for a ball around its mean. The Mahalanobis head looks at how each class spreads.
-These are figures 1 and 3 of the paper, first for two dimensions, then for the features of real images.
+The Euclidean head treats every class as a ball around its mean. The Mahalanobis head takes into account how each class
+varies. These are figures 1 and 3 of the paper, first in two dimensions, then for features of real images.
 """
 
 # %%
-# Three classes in the plane, one round, two of them long. With ``beta`` well below the features' variance the ellipses
-# follow the classes; equation 3 pulls each of them towards the covariance of all examples together.
+# Three classes in the plane: one round, two elongated. With ``beta`` well below the variance of the features, the ellipses
+# follow the classes. Equation 3 shrinks each of them towards the covariance of all examples.
 
 import numpy as np
 
@@ -26,8 +26,8 @@ axes = plot_decision_regions(
 )
 
 # %%
-# Features of images have 512 dimensions. The picture shows the plane of their first two principal components and, as
-# an ellipse, the exact marginal of each class's Gaussian on that plane.
+# Image features have 512 dimensions. The picture shows the plane of their first two principal components. Each ellipse is
+# the exact marginal of a class's Gaussian on that plane.
 
 from sklearn.datasets import load_digits
 
@@ -40,6 +40,6 @@ adapted = classifier.transform(images[:40])
 ax = plot_class_gaussians(adapted, targets[:40])
 
 # %%
-# The decision regions of the two heads, fitted in that plane, and some queries.
+# The decision regions of the two heads, fitted in that plane, with some queries.
 
 axes = plot_decision_regions(adapted, targets[:40], classifier.transform(images[40:60]))

@@ -2,13 +2,13 @@
 Accuracy against shots and ways
 ===============================
 
-More images a class help, more classes make a task harder: figures 5 and 6 of the paper, on handwritten digits. Here the
-network is not adapted, so that the features of every image are computed once; ``fewshot-mahalanobis evaluate`` measures
-the adapted network too, and writes the results that such pictures are drawn from.
+More images of each class help; more classes make a task harder. These are figures 5 and 6 of the paper, on handwritten
+digits. Here the network is not adapted, so the features of each image are computed only once. ``fewshot-mahalanobis
+evaluate --plots FOLDER`` draws the same for the adapted network.
 """
 
 # %%
-# Twenty images of each digit, and 60 random tasks for each number of shots and of ways.
+# Twenty images of each digit, and 60 random tasks for each number of shots and ways.
 
 import numpy as np
 from PIL import Image
@@ -32,8 +32,8 @@ features = UnadaptedFeatures(model, source)
 variants = {"Mahalanobis": Variant(False, "mahalanobis"), "Euclidean": Variant(False, "euclidean")}
 
 
-def row(way: int, shot: int) -> Row:
-    """One evaluation: a point of the picture."""
+def measure(way: int, shot: int) -> Row:
+    """Accuracy of both heads on the same tasks."""
     found = evaluate_source(
         model, source, variants.values(), way=way, shot=shot, episodes=60, queries=8, plain_features=features
     )
@@ -42,14 +42,14 @@ def row(way: int, shot: int) -> Row:
 
 
 # %%
-# Against shots, in 5-way tasks. A covariance needs more than one example to say something of a class: with one shot
-# the Mahalanobis head has the covariance of the task alone.
+# Against shots, in 5-way tasks. A class needs more than one example to have a covariance: with one shot, the
+# Mahalanobis head uses only the covariance of the task.
 
 from fewshot_mahalanobis.plotting import plot_accuracy
 
-ax = plot_accuracy([row(5, shot) for shot in (1, 2, 5, 10)])
+ax = plot_accuracy([measure(5, shot) for shot in (1, 2, 5, 10)])
 
 # %%
 # Against ways, with 5 shots.
 
-ax = plot_accuracy([row(way, 5) for way in (2, 3, 5, 10)], against="way")
+ax = plot_accuracy([measure(way, 5) for way in (2, 3, 5, 10)], against="way")

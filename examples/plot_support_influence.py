@@ -1,13 +1,13 @@
 """
-Which support images a prediction leans on
-==========================================
+Which support images a prediction relies on
+===========================================
 
-A prediction follows from few images, so each of them can be left out and the head fitted again: the change in the
-log-probability of the predicted label tells what that image did. It is exact, not an approximation.
+A prediction rests on few images, so each can be left out and the head fitted again. The change of the predicted label's
+log-probability is that image's influence. It is exact, not an approximation.
 """
 
 # %%
-# A task in which one support image is mislabelled on purpose: a 3 that is called an 8.
+# A task with one support image mislabelled on purpose: a 3 that is called an 8.
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -23,16 +23,15 @@ labels = np.array([3] * 5 + [8] + [5] * 5 + [8] * 5)
 classifier = SimpleCNAPSClassifier().fit(images[support], labels)
 
 # %%
-# Above, the support images that speak for the predicted label of a query; below, those that speak against it. Over each
-# stands its label and its influence in nats.
+# Top: the support images that speak for the predicted label of a query. Bottom: those that speak against it. The title of
+# each is its label and its influence in nats.
 
 from fewshot_mahalanobis.plotting import plot_support_influence
 
 axes = plot_support_influence(classifier, images[support], images[of[3][8]])
 
 # %%
-# The same as numbers, for many queries. On average over other 3s, which support image speaks most against the label
-# that they get?
+# The same as numbers, averaged over many queries. Other 3s: which support image speaks most against their labels?
 
 import torch
 

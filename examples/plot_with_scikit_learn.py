@@ -2,8 +2,8 @@
 With scikit-learn
 =================
 
-:class:`~fewshot_mahalanobis.SimpleCNAPSClassifier` is a scikit-learn classifier whose samples are images, so what
-scikit-learn does with classifiers it does with this one. Each block below runs.
+:class:`~fewshot_mahalanobis.SimpleCNAPSClassifier` is a scikit-learn classifier whose samples are images. So
+scikit-learn's tools work with it: cross-validation, grid search, pipelines, calibration, stacking.
 """
 
 # %%
@@ -24,7 +24,7 @@ X, y, X_query, y_query = images[support], targets[support], images[query], targe
 # The diagram of a notebook
 # -------------------------
 #
-# An estimator at the end of a cell shows its parameters, and whether it is fitted.
+# An estimator at the end of a cell shows its parameters and whether it is fitted.
 
 classifier = SimpleCNAPSClassifier().fit(X, y)
 classifier
@@ -33,7 +33,7 @@ classifier
 # Cross-validation and grid search
 # --------------------------------
 #
-# Every fold adapts the network anew to its own support images.
+# Each fold adapts the network to its own support images.
 
 from sklearn.model_selection import GridSearchCV, cross_val_score
 
@@ -48,21 +48,21 @@ search.cv_results_["mean_test_score"]
 # Pipelines
 # ---------
 #
-# Last in a pipeline it classifies, after whatever prepares the images. Here they are cut to their middle columns.
+# At the end of a pipeline it classifies, after steps that prepare the images. This one crops them to their middle columns.
 
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 
 def middle(images):
-    """Cut the outer columns of images (n, h, w) off."""
+    """Crop images (n, h, w) by one column on each side."""
     return images[:, :, 1:-1]
 
 
 make_pipeline(FunctionTransformer(middle), SimpleCNAPSClassifier()).fit(X, y).score(X_query, y_query)
 
 # %%
-# Elsewhere in a pipeline it is a transformer: images to adapted features (n, 512).
+# Elsewhere in a pipeline it is a transformer, from images to adapted features (n, 512).
 
 from sklearn.svm import SVC
 
@@ -72,7 +72,7 @@ make_pipeline(SimpleCNAPSClassifier(), SVC()).fit(X, y).score(X_query, y_query)
 # Features as a data frame
 # ------------------------
 #
-# ``set_output`` gives the features as pandas or polars frames, with names.
+# ``set_output`` returns the features as pandas or polars data frames with column names.
 
 frames = SimpleCNAPSClassifier().set_output(transform="pandas").fit(X, y)
 frames.transform(X_query).iloc[:3, :4]
@@ -81,7 +81,7 @@ frames.transform(X_query).iloc[:3, :4]
 # Calibrated probabilities
 # ------------------------
 #
-# The support images of a fold that was left out say how sure the others may be.
+# scikit-learn calibrates the probabilities on the support images of each left-out fold.
 
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.metrics import log_loss
@@ -96,8 +96,8 @@ calibrated = CalibratedClassifierCV(SimpleCNAPSClassifier(), method="sigmoid", c
 # Stacking
 # --------
 #
-# Two classifiers on the features of :meth:`~fewshot_mahalanobis.SimpleCNAPSClassifier.transform`, and a logistic
-# regression that weighs their answers.
+# Two classifiers on the features of :meth:`~fewshot_mahalanobis.SimpleCNAPSClassifier.transform`, combined by a logistic
+# regression.
 
 from sklearn.ensemble import StackingClassifier
 from sklearn.linear_model import LogisticRegression
@@ -111,7 +111,7 @@ stack = StackingClassifier(
 make_pipeline(SimpleCNAPSClassifier(), stack).fit(X, y).score(X_query, y_query)
 
 # %%
-# The classifier of images can be one of those that are stacked, too, beside one of raw pixels.
+# The image classifier can also be one of the stacked classifiers, next to one of raw pixels.
 
 
 def flat(images):
@@ -133,7 +133,7 @@ stack.fit(X, y).score(X_query, y_query)
 # Metadata
 # --------
 #
-# Sample weights reach ``score`` by metadata routing, through cross-validation for example.
+# Metadata routing passes sample weights to ``score``, for example through cross-validation.
 
 import sklearn
 from sklearn.model_selection import cross_validate
