@@ -13,7 +13,6 @@ is one uint8 array: 21 kB per image at 84 x 84.
 
 from __future__ import annotations
 
-import re
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +24,8 @@ from torch import Tensor
 
 from fewshot_mahalanobis.data.hierarchy import Hierarchy
 from fewshot_mahalanobis.data.readers import ImageFiles, LazyImages, Reader, ZipMembers
+from fewshot_mahalanobis.folders import find_images, is_image_name, natural_key
 from fewshot_mahalanobis.images import to_network_range
-
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,8 @@ def load_source(
             f"{where} has {len(by_class)} class folders with images; at least 2 are needed "
             f"(expected [<split>/]<class>/<image>{f'; its splits are {known}' if known else ''})"
         )
-    names = tuple(sorted(by_class, key=_natural))
-    members = [member for name in names for member in sorted(by_class[name], key=_natural)]
+    names = tuple(sorted(by_class, key=natural_key))
+    members = [member for name in names for member in sorted(by_class[name], key=natural_key)]
     reader: Reader = ZipMembers(path, members) if path.is_file() else ImageFiles.of(path, members)
     of_alphabets = path.stem == "omniglot" and all("." in name for name in names)
     source = ImageSource(
@@ -149,53 +147,6 @@ def class_folders(path: Path) -> dict[str | None, dict[str, list[str]]]:
     return found
 
 
-def image_files(root: str | Path) -> tuple[list[Path], list[str]]:
-    """List paths and labels of a folder of class folders, ``ROOT/<class>/<image>``.
-
-    Raises
-    ------
-    FileNotFoundError
-        ``root`` is not a folder.
-    ValueError
-        It has fewer than two class folders with images.
-    """
-    root = Path(root)
-    if not root.is_dir():
-        raise FileNotFoundError(f"no folder {str(root)!r}: expected one with a sub-folder of images for each class")
-    paths = [file for folder in sorted(root.iterdir()) if folder.is_dir() for file in images_below(folder, empty=True)]
-    labels = [path.relative_to(root).parts[0] for path in paths]
-    if len(set(labels)) < 2:
-        raise ValueError(
-            f"{root} has {len(set(labels))} sub-folders with images; at least 2 are needed, one for each class"
-        )
-    return paths, labels
-
-
-def images_below(path: str | Path, *, empty: bool = False) -> list[Path]:
-    """List the image files in a folder and its sub-folders; a file is returned as it is.
-
-    Raises
-    ------
-    FileNotFoundError
-        ``path`` does not exist.
-    ValueError
-        The folder holds no image and ``empty`` is False.
-    """
-    path = Path(path)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"no image file or folder {str(path)!r}")
-    files = [
-        file
-        for file in sorted(path.rglob("*"), key=lambda f: _natural(str(f)))
-        if is_image(file.name) and file.is_file()
-    ]
-    if not files and not empty:
-        raise ValueError(f"folder {str(path)!r} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
-    return files
-
-
 def split_from_path(path: str | Path, split: str | None = None) -> tuple[Path, str | None]:
     """Separate "path:split"; an existing path may contain a colon."""
     text = str(path)
@@ -207,18 +158,8 @@ def split_from_path(path: str | Path, split: str | None = None) -> tuple[Path, s
     return Path(text), split
 
 
-def _natural(text: str) -> tuple[tuple[bool, int, str], ...]:
-    """Sort key that puts "2.png" before "10.png"."""
-    return tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text))
-
-
-def is_image(name: str) -> bool:
-    """Whether a file name has an image suffix."""
-    return Path(name).suffix.lower() in IMAGE_SUFFIXES and not Path(name).name.startswith("._")
-
-
 def _folder_members(root: Path) -> list[str]:
-    return [file.relative_to(root).as_posix() for file in images_below(root, empty=True)]
+    return [file.relative_to(root).as_posix() for file in find_images(root, allow_empty=True).paths]
 
 
 def _zip_members(path: Path) -> list[str]:
@@ -227,4 +168,4 @@ def _zip_members(path: Path) -> list[str]:
             names = archive.namelist()
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is neither a folder nor a zip: {error}") from error
-    return [name for name in sorted(names) if is_image(name) and not name.startswith("__MACOSX/")]
+    return [name for name in sorted(names) if is_image_name(name)]
