@@ -7,8 +7,8 @@ varies. These are figures 1 and 3 of the paper, first in two dimensions, then fo
 """
 
 # %%
-# Three classes in the plane: one round, two elongated. With ``beta`` well below the variance of the features, the ellipses
-# follow the classes. Equation 3 shrinks each of them towards the covariance of all examples.
+# Three classes in the plane: one round, two elongated. With ``beta`` well below the variance of the features, the
+# ellipses follow the classes. Equation 3 shrinks each of them towards the covariance of all examples.
 
 import numpy as np
 
@@ -26,8 +26,8 @@ axes = plot_decision_regions(
 )
 
 # %%
-# Image features have 512 dimensions. The picture shows the plane of their first two principal components. Each ellipse is
-# the exact marginal of a class's Gaussian on that plane.
+# Image features have 512 dimensions. The picture shows the plane of their first two principal components. Each ellipse
+# is the exact marginal of a class's Gaussian on that plane.
 
 from sklearn.datasets import load_digits
 

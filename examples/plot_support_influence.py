@@ -23,8 +23,8 @@ labels = np.array([3] * 5 + [8] + [5] * 5 + [8] * 5)
 classifier = SimpleCNAPSClassifier().fit(images[support], labels)
 
 # %%
-# Top: the support images that speak for the predicted label of a query. Bottom: those that speak against it. The title of
-# each is its label and its influence in nats.
+# Top: the support images that speak for the predicted label of a query. Bottom: those that speak against it. The title
+# of each is its label and its influence in nats.
 
 from fewshot_mahalanobis.plotting import plot_support_influence
 

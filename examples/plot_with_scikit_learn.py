@@ -48,7 +48,7 @@ search.cv_results_["mean_test_score"]
 # Pipelines
 # ---------
 #
-# At the end of a pipeline it classifies, after steps that prepare the images. This one crops them to their middle columns.
+# At the end of a pipeline it classifies, after steps that prepare the images. This step crops one column on each side.
 
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -96,8 +96,8 @@ calibrated = CalibratedClassifierCV(SimpleCNAPSClassifier(), method="sigmoid", c
 # Stacking
 # --------
 #
-# Two classifiers on the features of :meth:`~fewshot_mahalanobis.SimpleCNAPSClassifier.transform`, combined by a logistic
-# regression.
+# Two classifiers on the features of :meth:`~fewshot_mahalanobis.SimpleCNAPSClassifier.transform`, combined by a
+# logistic regression.
 
 from sklearn.ensemble import StackingClassifier
 from sklearn.linear_model import LogisticRegression

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import pydoc
 import re
@@ -18,18 +19,19 @@ import numpy as np
 import pytest
 import timm
 import typer.main
+import yaml
 from PIL import Image
 from safetensors.torch import save
 from typer.testing import CliRunner
 
 import fewshot_mahalanobis
 from fewshot_mahalanobis.cli import app
-from fewshot_mahalanobis.data.datasets import class_split
+from fewshot_mahalanobis.data.layouts import class_split
 from tests.checkpoints.checkpoint_server import hub_on_this_machine
 from tests.data import trees
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -93,6 +95,39 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
             hub.commit("timm/resnet18.a1_in1k", {"model.safetensors": weights})
         for block in blocks(page, "python"):
             exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("heading", ["Add a head", "Add a backbone", "Add a data source"])
+def test_each_way_to_extend_the_package_takes_about_ten_lines(heading: str) -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    code = BLOCK.findall(section)[0][1]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
+
+
+def test_the_head_of_the_contributing_page_has_the_properties_of_heads() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks(ROOT / "CONTRIBUTING.md", "python")[0], names)
+    names["check_head"](lambda width: names["ChebyshevHead"](), without=["rotation_changes_nothing"], examples=5)
+
+
+def test_the_first_picture_is_what_its_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    script = importlib.import_module("first_task")
+    classifier = script.draw(tmp_path / "drawn.png")
+    queries, truth = script.crops(script.QUERIES)
+    assert classifier.predict(queries).tolist() == truth
+    drawn, kept = (
+        np.asarray(Image.open(path).convert("L"), float) for path in (tmp_path / "drawn.png", script.PICTURE)
+    )
+    assert drawn.shape == kept.shape
+    assert np.abs(drawn - kept).mean() < 2  # of 255: probabilities in the titles may differ in a digit
+    assert script.PICTURE.stat().st_size < 100_000
+
+
+def test_the_citation_is_of_this_version_and_of_the_paper() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == fewshot_mahalanobis.__version__
+    assert citation["preferred-citation"]["title"] == "Improved Few-Shot Visual Classification"
 
 
 def test_pages_hold_no_code_of_a_language_that_is_not_tested() -> None:
