@@ -17,7 +17,8 @@ import numpy as np
 
 from fewshot_mahalanobis.data.hierarchy import Hierarchy, sampling_graph
 from fewshot_mahalanobis.data.readers import Bitmaps, ImageFiles, ImageRows, Reader, ZipMembers
-from fewshot_mahalanobis.data.sources import class_folders, is_image
+from fewshot_mahalanobis.data.sources import class_folders
+from fewshot_mahalanobis.folders import is_image_name
 
 
 class Listing(NamedTuple):
@@ -75,7 +76,7 @@ def imagenet_hierarchy(folder: Path, split: str, class_names: Sequence[str]) -> 
 
 def _names_in(folder: Path) -> list[str]:
     """Names of the image files in a folder; none if there is no such folder."""
-    return sorted(entry.name for entry in folder.iterdir() if is_image(entry.name)) if folder.is_dir() else []
+    return sorted(entry.name for entry in folder.iterdir() if is_image_name(entry.name)) if folder.is_dir() else []
 
 
 def _as_files(folder: Path, images: Mapping[str, Sequence[str]], *, negative: bool = False) -> ImageFiles:
