@@ -1,0 +1,52 @@
+"""What the commands share: options, exit statuses, and errors as one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+#: Exit status if the work is done but images were left out.
+SKIPPED = 3
+
+Device = Annotated[str, typer.Option(help='"auto" (CUDA where there is one, else the CPU) or a torch device.')]
+Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
+SkipErrors = Annotated[
+    bool, typer.Option("--skip-errors", help="Leave out images that cannot be read, list them, and exit with status 3.")
+]
+
+
+class Precision(str, Enum):
+    """Precision of the convolutions."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class clear_errors:
+    """Turn errors about the user's input into one line on standard error and exit status 1."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (ValueError, OSError, ImportError)):
+            _list_problems(getattr(error, "problems", {}))
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+def report_skipped(problems: Mapping[Path, str], total: int) -> None:
+    """List the images that were left out and exit with status 3; nothing if there are none."""
+    if problems:
+        _list_problems(problems)
+        typer.echo(f"skipped {len(problems)} of {total} images, which cannot be read", err=True)
+        raise typer.Exit(SKIPPED)
+
+
+def _list_problems(problems: Mapping[Path, str]) -> None:
+    for path, problem in problems.items():
+        typer.echo(f"{path}: {problem}", err=True)

@@ -1,0 +1,67 @@
+"""Tables of image files and labels: the CSV that `fit` reads, the CSV and JSON that `predict` writes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from fewshot_mahalanobis.labelling import Prediction
+
+
+def read_labels(file: Path) -> tuple[list[Path], list[str]]:
+    """Paths and labels of a CSV file with columns "path" and "label", which are separated by comma, semicolon or tab.
+
+    Relative paths are relative to the folder of the CSV file.
+
+    Raises
+    ------
+    FileNotFoundError
+    ValueError
+        The file is no such table, or a row lacks its path or label.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{file} is not in UTF-8: save it as "CSV UTF-8"') from error
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
+    if missing := {"path", "label"} - {*(table.fieldnames or ())}:
+        raise ValueError(f"{file} has no column {min(missing)!r}: its first line must name path and label")
+    paths, labels = [], []
+    for row in table:
+        if not row["path"] or not row["label"]:
+            raise ValueError(f"line {table.line_num} of {file} lacks a path or a label")
+        paths.append(file.parent / row["path"])
+        labels.append(row["label"])
+    if not paths:
+        raise ValueError(f"{file} lists no image")
+    return paths, labels
+
+
+def write_csv(stream: TextIO, predictions: Iterable[Prediction], classes: Sequence[Any], top_k: int) -> None:
+    """Write path and label, a probability for each of ``classes``, then the ``top_k`` best labels with theirs."""
+    table = csv.writer(stream, lineterminator="\n")
+    best = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "probability")]
+    table.writerow(["path", "label", *classes, *best])
+    for prediction in predictions:
+        probabilities = [f"{(prediction.probabilities or {})[name]:.6f}" for name in classes]
+        top = [cell for label, share in prediction.top(top_k) for cell in (label, f"{share:.6f}")]
+        table.writerow([prediction.path, prediction.label, *probabilities, *top])
+
+
+def to_json(predictions: Iterable[Prediction], proba: bool, top_k: int) -> str:
+    """List of objects with "path", "label", and "probabilities" and "top" where asked for."""
+    rows = []
+    for prediction in predictions:
+        row: dict[str, Any] = {"path": str(prediction.path), "label": prediction.label}
+        if proba:
+            row["probabilities"] = prediction.probabilities
+        if top_k:
+            row["top"] = [{"label": label, "probability": share} for label, share in prediction.top(top_k)]
+        rows.append(row)
+    return json.dumps(rows, indent=1, ensure_ascii=False)
