@@ -438,11 +438,13 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         name : str or path
             ``"user/repo"`` or ``"user/repo@revision"``, or a folder with a copy of a repository. Downloads are kept in
             ``huggingface_hub``'s cache, which serves without a connection.
-        token : str or bool, optional
-            For a private repository; default: that of ``hf auth login``.
-        device, backbone
+        device : str or torch.device, default="auto"
             As for :meth:`load`, with the same errors; DownloadError if there is no such repository, revision or
             connection, or no fitted classifier in it.
+        token : str or bool, optional
+            For a private repository; default: that of ``hf auth login``.
+        backbone : SimpleCNAPS or nn.Module, optional
+            As for :meth:`load`.
         """
         folder = Path(name)
         file = classifier_file(folder, str(name)) if folder.is_dir() else hub_classifier(str(name), token=token)

@@ -74,7 +74,7 @@ def build_data_sets(folder: Path) -> None:
 def the_same_examples_every_time() -> Iterator[None]:
     """A page's search for counterexamples is the same in every run: long random ones are test_properties' business."""
     hypothesis.settings.register_profile("before", hypothesis.settings())
-    hypothesis.settings.register_profile("pages", derandomize=True)
+    hypothesis.settings.register_profile("pages", derandomize=True, max_examples=10)
     hypothesis.settings.load_profile("pages")
     yield
     hypothesis.settings.load_profile("before")
