@@ -82,7 +82,7 @@ def assert_same_bits(file, other):
 
 
 def pretrain_recipe(folder):
-    return PretrainRecipe((folder,), folder, **{**PRETRAIN, "epochs": 4, "phases": ((1.0, 32),), "image_size": 32})
+    return PretrainRecipe((folder,), folder, **{**PRETRAIN, "epochs": 4, "phases": ((1.0, 24),), "image_size": 24})
 
 
 @pytest.fixture(scope="module")
