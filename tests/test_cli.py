@@ -138,7 +138,7 @@ def test_more_labels_than_there_are_classes_are_refused(photos, model):
 
 def test_answers_do_not_depend_on_the_chunks(photos, model, monkeypatch):
     whole = run("predict", model, photos)
-    monkeypatch.setattr("fewshot_mahalanobis.cli._CHUNK", 2)
+    monkeypatch.setattr("fewshot_mahalanobis.labelling._CHUNK", 2)
     assert run("predict", model, photos) == whole
 
 
@@ -224,7 +224,7 @@ def test_downloading_says_when_a_checkpoint_is_there_and_why_when_not(checkpoint
     def offline(name: str) -> None:
         raise DownloadError(f"could not download {name}")
 
-    monkeypatch.setattr("fewshot_mahalanobis.checkpoints.load_checkpoint", offline)
+    monkeypatch.setattr("fewshot_mahalanobis.checkpoints.loading.load_checkpoint", offline)
     said = run("checkpoints", "download", "simple-cnaps-meta-dataset", status=1)
     assert said == "error: could not download simple-cnaps-meta-dataset\n"
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
 
 #: Published names -> ours, applied in order to every key.
 _RENAMES = (
@@ -26,6 +29,18 @@ _RENAMES = (
 _RESNET_KEY = re.compile(r"^(module\.)?(conv1|bn1|layer[1-4]\.\d)\.")
 #: The auto-regressive models list the feature extractor a second time under this prefix.
 _SECOND_COPY = "feature_adaptation_network.feature_extractor."
+
+
+def model_from_state_dict(model_class: type[Model], state_dict: Mapping[str, Any]) -> Model:
+    """Make a model of published weights; see :meth:`SimpleCNAPS.from_published_state_dict`."""
+    config, weights = convert_published_state_dict(state_dict)
+    with torch.random.fork_rng(devices=[]):  # initial weights, soon replaced
+        model = model_class(**config)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"these are not weights of the published implementation: {error}") from error
+    return model.eval()
 
 
 def convert_published_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:

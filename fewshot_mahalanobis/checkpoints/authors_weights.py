@@ -17,10 +17,9 @@ from filelock import FileLock
 
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob_id, download
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
-from fewshot_mahalanobis.checkpoints.format import FORMAT_VERSION, read_checkpoint, save_checkpoint
+from fewshot_mahalanobis.checkpoints.format import FORMAT_VERSION, Model, read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.checkpoints.table import CheckpointRecord
 from fewshot_mahalanobis.files import atomic_replace
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Environment variable: the folder for converted checkpoints.
 CACHE_VARIABLE = "FEWSHOT_MAHALANOBIS_CACHE"
@@ -49,8 +48,14 @@ def cache_folder() -> Path:
     )
 
 
-def load_published(record: CheckpointRecord) -> SimpleCNAPS:
+def load_published(record: CheckpointRecord, model_class: type[Model]) -> Model:
     """Load a checkpoint of the authors; only its first use needs a connection.
+
+    Parameters
+    ----------
+    record : CheckpointRecord
+    model_class : type
+        ``SimpleCNAPS``.
 
     Raises
     ------
@@ -66,21 +71,21 @@ def load_published(record: CheckpointRecord) -> SimpleCNAPS:
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f"{record.name}.lock"):
                 if not folder.is_dir():  # another process may have made it while this one waited
-                    _convert(record, folder)
+                    _convert(record, folder, model_class)
         except OSError as error:
             raise CheckpointError(
                 f"{cache}: the cache for {record.name!r} cannot be written: {error}. Make room or set the "
                 f"environment variable {CACHE_VARIABLE} to another folder"
             ) from error
     try:
-        return read_checkpoint(folder)
+        return read_checkpoint(folder, model_class)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. The cached copy is damaged: delete the folder {folder} and try again"
         ) from error
 
 
-def _convert(record: CheckpointRecord, folder: Path) -> None:
+def _convert(record: CheckpointRecord, folder: Path, model_class: type[Model]) -> None:
     """Make ``folder`` the checkpoint of a published file, whole or not at all."""
     local = _local_copy(record)
     source = folder.parent / _base_name(record) if local is None else local
@@ -93,9 +98,7 @@ def _convert(record: CheckpointRecord, folder: Path) -> None:
         raise CheckpointError(f"{source}: cannot be read without unpickling arbitrary objects: {error}") from error
     # The authors' mini-ImageNet script keeps the network's weights under this key.
     state_dict = state_dict.get("resnet_dict", state_dict)
-    # The initial weights, which are overwritten, shall not advance the user's random generator.
-    with torch.random.fork_rng(devices=[]):
-        model = SimpleCNAPS.from_published_state_dict(state_dict)
+    model = model_class.from_published_state_dict(state_dict)
     with atomic_replace(folder) as temporary:
         save_checkpoint(model, temporary, card=_CARD.format(**vars(record)))
     if local is None:

@@ -5,19 +5,21 @@
 with these files is a checkpoint too. Nothing is unpickled, and what a file claims is compared with what
 the model needs before any memory is spent on it. Of a backbone other than the FiLM ResNet18 the folder
 has the weights and a description; its code is timm's or the user's.
+
+The class of the model is an argument throughout: this module knows no network.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
-import math
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -25,8 +27,6 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.files import atomic_replace
-from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 FORMAT_VERSION = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -34,12 +34,10 @@ CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 CLASSIFIER = "classifier.safetensors"
 
 #: A real config.json has a few hundred bytes; a larger file is not one.
-_LARGEST_CONFIG = 2**16
-#: Nor does a network have a wider feature vector.
-_MOST_FEATURES = 2**20
+MAX_CONFIG_BYTES = 2**16
 #: Types that weights may be stored in, by their name in a safetensors header.
 _STORAGE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: And of whole numbers, which are stored as what they are.
+#: Integers are stored in their own type.
 _WHOLE = {
     torch.int64: "I64",
     torch.int32: "I32",
@@ -48,6 +46,45 @@ _WHOLE = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+class SavedModel(Protocol):
+    """What the format asks of a model: :class:`~fewshot_mahalanobis.SimpleCNAPS` is one."""
+
+    config: dict[str, Any]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], network: nn.Module | None = None) -> Any:
+        """A model with these settings and without memory for its weights; ValueError if they are out of range."""
+
+    @classmethod
+    def from_published_state_dict(cls, state_dict: Mapping[str, Any]) -> Any:
+        """A model with the weights of the authors' implementation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its weights by name."""
+
+    def fill(self, weights: Mapping[str, Tensor]) -> Any:
+        """Give a model of ``from_config`` its weights; ValueError if its network is not the one that was saved."""
+
+
+Model = TypeVar("Model", bound=SavedModel)
+
+_Colours = Annotated[list[float], msgspec.Meta(min_length=3, max_length=3)]
+
+
+class _BackboneDescription(msgspec.Struct, forbid_unknown_fields=True):
+    """``Backbone.description``."""
+
+    timm: Annotated[str, msgspec.Meta(max_length=200)] | None
+    features: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    mean: _Colours
+    std: _Colours
+
+
+class _Version(msgspec.Struct):
+    format_version: int
+
 
 _DEFAULT_CARD = """\
 ---
@@ -80,7 +117,7 @@ measured accuracies.
 
 
 def save_checkpoint(
-    model: SimpleCNAPS, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, card: str | None = None
+    model: SavedModel, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, card: str | None = None
 ) -> None:
     """Write a model as a checkpoint.
 
@@ -94,8 +131,7 @@ def save_checkpoint(
         Made if absent; a checkpoint in it is replaced.
     dtype : {torch.float32, torch.float16, torch.bfloat16}, optional
         How convolution kernels and matrices are stored; float32 by default. Vectors (biases, BatchNorm,
-        FiLM scales), under one per cent of the weights, stay float32: their rounding would be felt and
-        their bytes are not.
+        FiLM scales) stay float32: they are under one per cent of the bytes, and rounding them costs accuracy.
     card : str, optional
         Markdown of ``README.md``. By default the folder's own is kept, or a plain one is written.
 
@@ -108,7 +144,7 @@ def save_checkpoint(
     dtype = torch.float32 if dtype is None else dtype
     if dtype not in _STORAGE.values():
         raise ValueError(f"dtype must be one of {sorted(map(str, _STORAGE.values()))}, not {dtype}")
-    settings = checked_settings(model.config, "model.config")
+    settings = checked_settings(model.config, "model.config", type(model))
     tensors = {name: _to_storage(name, tensor, dtype) for name, tensor in model.state_dict().items()}
     config = json.dumps({"format_version": FORMAT_VERSION, **settings}, indent=2, allow_nan=False) + "\n"
     if card is None and not (folder / CARD).exists():
@@ -130,12 +166,12 @@ def save_checkpoint(
 
 
 def _default_card(settings: Mapping[str, Any]) -> str:
-    """What can be said of a model without knowing where it came from."""
+    """A model card with the settings alone."""
     backbone, packages, kind = settings.get("backbone"), "fewshot-mahalanobis", "Simple CNAPS"
     about = ""
     if backbone is not None:
         kind = "Mahalanobis head on a frozen backbone"
-        about = "The backbone is of its author's own: `SimpleCNAPS.from_pretrained(name, backbone=network)`.\n\n"
+        about = "The backbone is a custom network: `SimpleCNAPS.from_pretrained(name, backbone=network)`.\n\n"
         if backbone["timm"] is not None:
             packages = "'fewshot-mahalanobis[backbones]'"
             about = f"The backbone is timm's `{backbone['timm']}`; the terms of those weights apply.\n\n"
@@ -143,13 +179,17 @@ def _default_card(settings: Mapping[str, Any]) -> str:
     return _DEFAULT_CARD.format(kind=kind, packages=packages, backbone=about, settings=rows)
 
 
-def read_checkpoint(folder: str | os.PathLike[str], backbone: nn.Module | None = None) -> SimpleCNAPS:
+def read_checkpoint(
+    folder: str | os.PathLike[str], model_class: type[Model], backbone: nn.Module | None = None
+) -> Model:
     """Read a checkpoint from a local folder.
 
     Parameters
     ----------
     folder : path
         With ``config.json`` and ``model.safetensors``.
+    model_class : type
+        :class:`~fewshot_mahalanobis.SimpleCNAPS`.
     backbone : nn.Module, optional
         The network of a checkpoint whose backbone is neither the FiLM ResNet18 nor timm's. A copy is used.
 
@@ -166,131 +206,79 @@ def read_checkpoint(folder: str | os.PathLike[str], backbone: nn.Module | None =
     """
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():  # neither a folder nor a pipe, which would be waited on
+        if not (folder / name).is_file():  # neither a folder nor a pipe, which would block
             raise CheckpointError(
                 f"{folder / name}: no such file. A checkpoint is a folder with {CONFIG} and {WEIGHTS}. If it is a "
                 "fitted classifier, use SimpleCNAPSClassifier.from_pretrained"
             )
-    settings = _read_settings(folder / CONFIG)
+    settings = _read_settings(folder / CONFIG, model_class)
     check_network(str(folder / CONFIG), settings, backbone, "SimpleCNAPS.from_pretrained(..., backbone=network)")
     try:
-        model = empty_model(settings, backbone)
+        model = model_class.from_config(settings, backbone)
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error
     expected = model.state_dict()
     tensors = read_tensors(folder / WEIGHTS, expected)
     check_finite(folder / WEIGHTS, tensors)
     try:
-        return filled_model(model, {name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()})
+        filled: Model = model.fill({name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()})
     except ValueError as error:
         raise CheckpointError(f"{folder / WEIGHTS}: {error}") from error
+    return filled
 
 
 def check_network(source: str, settings: Mapping[str, Any], network: nn.Module | None, how: str) -> None:
-    """Raise CheckpointError where a network is wanted and not given, or given and not wanted."""
+    """Raise CheckpointError where a network is needed and missing, or given and not needed."""
     backbone = settings.get("backbone")
     if isinstance(backbone, Mapping) and backbone.get("timm") is None and network is None:
-        raise CheckpointError(f"{source}: its backbone is a network of its author's own, so give that network: {how}")
+        raise CheckpointError(f"{source}: its backbone is a custom network, so give that network: {how}")
     if backbone is None and network is not None:
         raise CheckpointError(f"{source}: this is Simple CNAPS with its own network: it takes no other")
 
 
-def empty_model(settings: Mapping[str, Any], network: nn.Module | None = None) -> SimpleCNAPS:
-    """The model of checked settings, its weights yet to come: mere shapes, but for a copy of the user's ``network``.
-
-    Neither memory nor the global random generator is spent on what a file is first compared with.
-    """
-    arguments = dict(settings)
-    description = arguments.pop("backbone", None)
-    if description is not None:
-        return SimpleCNAPS(**arguments, backbone=Backbone.described(description, settings["image_size"], network))
-    with torch.device("meta"):
-        return SimpleCNAPS(**arguments)
-
-
-def filled_model(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
-    """``model`` from :func:`empty_model`, filled with the weights that were saved; in evaluation mode."""
-    backbone = model.feature_extractor
-    if isinstance(backbone, Backbone):
-        backbone.materialise()
-    model.load_state_dict(weights, assign=True)
-    if isinstance(backbone, Backbone):
-        backbone.requires_grad_(False)
-        backbone.check_fingerprint()
-    return model.eval()
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Read the arguments of ``SimpleCNAPS`` from a ``config.json``."""
+def _read_settings(path: Path, model_class: type[SavedModel]) -> dict[str, Any]:
+    """Read the model's arguments from a ``config.json``."""
     try:
         with path.open("rb") as file:
-            content = file.read(_LARGEST_CONFIG + 1)
+            content = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if len(content) > _LARGEST_CONFIG:
-        raise CheckpointError(f"{path}: larger than {_LARGEST_CONFIG} bytes, so not a checkpoint's configuration")
+    if len(content) > MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes, so not a checkpoint's configuration")
     try:
-        config = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}. Save or download the checkpoint again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, not {type(config).__name__}")
-    version = config.pop("format_version", None)
-    if type(version) is not int or version < 1:
+        version = msgspec.json.decode(content, type=_Version).format_version
+        config = msgspec.json.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: not a checkpoint's configuration: {error}. Save or download the checkpoint again"
+        ) from error
+    if version < 1:
         raise CheckpointError(f"{path}: 'format_version' must be a whole number from 1, not {version!r}")
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: 'format_version' is {version} and this version of fewshot_mahalanobis reads up to "
             f"{FORMAT_VERSION}: upgrade fewshot_mahalanobis"
         )
-    return checked_settings(config, str(path))
+    del config["format_version"]
+    return checked_settings(config, str(path), model_class)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+@functools.cache
+def _settings_type(model_class: type[SavedModel]) -> type[msgspec.Struct]:
+    """A record with a field for each argument of the model; the backbone stands by its description."""
+    hints = get_type_hints(model_class.__init__)
+    required = [(name, hints[name]) for name in inspect.signature(model_class).parameters if name != "backbone"]
+    backbone: tuple[str, Any, Any] = ("backbone", _BackboneDescription | msgspec.UnsetType, msgspec.UNSET)
+    return msgspec.defstruct("Settings", [*required, backbone], forbid_unknown_fields=True)
 
 
-def checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """``config`` if it has every argument of ``SimpleCNAPS``, each of its type, no more; or CheckpointError."""
-    fields = [name for name in inspect.signature(SimpleCNAPS).parameters if name != "backbone"]
-    hints = get_type_hints(SimpleCNAPS.__init__)
-    unknown = sorted(config.keys() - {*fields, "backbone"})
-    if unknown:
-        raise CheckpointError(f"{source}: unknown field {unknown[0]!r}; the fields are {', '.join(fields)}")
-    for name in fields:
-        if name not in config:
-            raise CheckpointError(f"{source}: the field {name!r} is missing")
-        value, wanted = config[name], get_args(hints[name]) or (hints[name],)
-        # bool is a subclass of int, and JSON writes 1.0 as 1 in other people's tools.
-        number = float in wanted and type(value) in (int, float) and abs(value) <= sys.float_info.max
-        if not number and (type(value) not in wanted or type(value) is float):
-            types = " or ".join(kind.__name__ for kind in wanted)
-            raise CheckpointError(f"{source}: the field {name!r} must be of type {types}, not {value!r}")
-    settings = {name: config[name] for name in fields}
-    if "backbone" in config:
-        settings["backbone"] = _checked_description(config["backbone"], source)
+def checked_settings(config: Mapping[str, Any], source: str, model_class: type[SavedModel]) -> dict[str, Any]:
+    """``config`` if it has every argument of the model, each of its type, and no more; or CheckpointError."""
+    try:
+        settings: dict[str, Any] = msgspec.to_builtins(msgspec.convert(config, _settings_type(model_class)))
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise CheckpointError(f"{source}: {error}") from error
     return settings
-
-
-def _checked_description(backbone: Any, source: str) -> dict[str, Any]:
-    """What ``Backbone.description`` gives, or CheckpointError."""
-
-    def colours(value: Any) -> bool:
-        numbers = isinstance(value, list) and len(value) == 3 and all(type(v) in (int, float) for v in value)
-        return numbers and all(abs(v) <= sys.float_info.max and math.isfinite(v) for v in value)
-
-    checks = {
-        "timm": lambda value: value is None or (isinstance(value, str) and len(value) <= 200),
-        "features": lambda value: type(value) is int and 1 <= value <= _MOST_FEATURES,
-        "mean": colours,
-        "std": colours,
-    }
-    if not isinstance(backbone, dict) or backbone.keys() != checks.keys():
-        raise CheckpointError(f"{source}: 'backbone' must have the fields {', '.join(checks)}")
-    for name, check in checks.items():
-        if not check(backbone[name]):
-            raise CheckpointError(f"{source}: {name!r} of 'backbone' cannot be {backbone[name]!r}")
-    return dict(backbone)
 
 
 def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -308,12 +296,12 @@ def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file: exactly those ``expected``, of these shapes, in a type that fits.
 
-    Floating ones come as they are stored, in float32, float16 or bfloat16. CheckpointError on anything else; what the
-    file claims is compared before any tensor is read.
+    Floating-point tensors keep their stored type: float32, float16 or bfloat16. CheckpointError on anything else; the
+    header is checked before any tensor is read.
     """
     remedy = "Save or download it again"
     try:
-        # The library holds the header's sizes against the file's before it allocates anything.
+        # The library compares the header's sizes with the file's before it allocates anything.
         with safe_open(path, framework="pt", device="cpu") as file:
             found = set(file.keys())
             for kind, names in (("missing", expected.keys() - found), ("unexpected", found - expected.keys())):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
+from torch import nn
 
 from fewshot_mahalanobis.checkpoints.errors import DownloadError, UploadError
-from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER, CONFIG, WEIGHTS
+from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER, CONFIG, WEIGHTS, Model, read_checkpoint
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -61,6 +63,37 @@ def hub_checkpoint(
         force_download=force_download,
         local_files_only=local_files_only,
     )
+
+
+def load_pretrained(
+    model_class: type[Model],
+    name_or_path: str | Path,
+    backbone: nn.Module | None,
+    settings: Mapping[str, Any],
+    **download: Any,
+) -> Model:
+    """Read a checkpoint from a folder or from the Hub; see :meth:`SimpleCNAPS.from_pretrained`.
+
+    Parameters
+    ----------
+    model_class : type
+    name_or_path : str or path
+    backbone : nn.Module or None
+    settings : mapping
+        Arguments of the model that the checkpoint must have.
+    **download
+        Arguments of :func:`hub_checkpoint`.
+    """
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        folder = hub_checkpoint(str(name_or_path), **download)
+    model = read_checkpoint(folder, model_class, backbone)
+    for name, value in settings.items():
+        if name not in model.config:
+            raise TypeError(f"from_pretrained has no argument {name!r}, nor has a checkpoint such a setting")
+        if value != model.config[name]:
+            raise ValueError(f"{name_or_path} has {name}={model.config[name]!r}; it cannot be loaded with {value!r}")
+    return model
 
 
 def _snapshot(

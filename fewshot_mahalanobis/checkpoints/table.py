@@ -15,12 +15,12 @@ _PUBLISHED_SETTINGS = {"head": "mahalanobis", "scale": 1.0, "one_shot_covariance
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What is known of a named checkpoint.
+    """Facts about a named checkpoint.
 
     Attributes
     ----------
     name : str
-        What :func:`~fewshot_mahalanobis.load_checkpoint` and ``SimpleCNAPSClassifier`` take.
+        The argument of :func:`~fewshot_mahalanobis.load_checkpoint` and ``SimpleCNAPSClassifier``.
     url : str or None
         Where it is downloaded from when first used; None for a checkpoint embedded in the package.
     revision : str or None
@@ -28,14 +28,14 @@ class CheckpointRecord:
     blob_id : str or None
         Digest of the file at ``url``, as git computes it: SHA-1 of a header with its size and of its bytes.
     size : int or None
-        Bytes of the weights, which a published file exceeds by what else it holds; None if not measured.
+        Bytes of the weights alone; a published file is larger. None if not measured.
     licence : str
         Of the weights.
     image_size : int
         Side of the images it was trained on, in pixels.
     trained_on : str
     settings : mapping
-        Those arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS` that the conversion sets.
+        Arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS` that the conversion sets.
     accuracies : mapping of str to (float, float)
         Data set or task -> accuracy and half-width of its 95 % interval, both in per cent.
         For published files, the figures of their authors.
@@ -187,3 +187,14 @@ _RECORDS = (
 
 #: The records by name, "default" first.
 CHECKPOINTS: dict[str, CheckpointRecord] = {record.name: record for record in _RECORDS}
+
+
+def available_checkpoints() -> dict[str, CheckpointRecord]:
+    """List the named checkpoints, without a network.
+
+    Returns
+    -------
+    dict of str to CheckpointRecord
+        By name, ``"default"`` first.
+    """
+    return dict(CHECKPOINTS)

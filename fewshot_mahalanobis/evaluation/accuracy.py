@@ -17,7 +17,7 @@ from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.evaluation.result import Scores
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, make_head
-from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask, SimpleCNAPS
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 
 class Variant(NamedTuple):
@@ -68,7 +68,7 @@ class UnadaptedFeatures:
     def __init__(
         self, model: SimpleCNAPS, source: ImageSource, *, dtype: torch.dtype = torch.float32, batch_size: int = 128
     ) -> None:
-        self._task = AdaptedTask(model, None, model.head, dtype)
+        self._task = model.with_film(None, dtype=dtype)
         self._source = source
         self._batch_size = batch_size
         n = len(source.images)

@@ -20,7 +20,6 @@ from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set
 
-
 #: The FiLM vectors of a block, under which their networks stand in a checkpoint.
 _VECTORS = ("gamma1", "beta1", "gamma2", "beta2")
 

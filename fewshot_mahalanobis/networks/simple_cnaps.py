@@ -1,4 +1,4 @@
-"""Simple CNAPS, whole: set encoder, FiLM generator, FiLM ResNet18 and head (Bateni et al., CVPR 2020, figure 4).
+"""Simple CNAPS as a whole: set encoder, FiLM generator, FiLM ResNet18 and head (Bateni et al., CVPR 2020, figure 4).
 
 Every variant of the paper is a setting of the one model:
 
@@ -18,9 +18,8 @@ and :meth:`SimpleCNAPS.from_backbone` puts any other frozen network in the place
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,17 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
+from fewshot_mahalanobis.checkpoints.authors_state_dict import model_from_state_dict
+from fewshot_mahalanobis.checkpoints.format import save_checkpoint
+from fewshot_mahalanobis.checkpoints.hub import load_pretrained
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import Head, make_head
+from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
 from fewshot_mahalanobis.networks.backbone import Backbone, FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator
-from fewshot_mahalanobis.checkpoints.authors_state_dict import convert_published_state_dict
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
-
-#: Most images in the network at a time on a CPU. Each layer would take memory for the maps of more from the operating
-#: system, in pages that have to be cleared, and give it back.
-_MOST_IMAGES = 32
 
 GENERATORS: dict[str, type[FilmGenerator] | None] = {
     "film": FilmGenerator,
@@ -176,7 +174,7 @@ class SimpleCNAPS(
         support_images : Tensor of shape (n, 3, h, w)
             In [-1, 1].
         chunk_size : int, optional
-            Images in work at a time, to bound memory when no gradient is needed.
+            Images in work at a time, to bound memory.
         """
         if self.film_generator is None:
             return None
@@ -253,10 +251,16 @@ class SimpleCNAPS(
         _check_episode(support_images, support_labels)
         film = None
         if adapt:
-            with _precision(self.device, dtype):
-                film = self.film_parameters(_channels_last(support_images.to(self.device)), batch_size)
-        task = AdaptedTask(self, film, head or self.head, dtype)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                film = self.film_parameters(channels_last(support_images.to(self.device)), batch_size)
+        task = self.with_film(film, head, dtype)
         return task.refit(task.features(support_images, batch_size), support_labels)
+
+    def with_film(self, film: Film | None, head: Head | None = None, dtype: torch.dtype = torch.float32) -> AdaptedTask:
+        """The network with given FiLM parameters (None: as pretrained), its head not yet fitted to a support set."""
+        return AdaptedTask(
+            self.feature_extractor, film, head or self.head, dtype, projection=self.projection, device=self.device
+        )
 
     # ---------------------------------------------------------------- weights
 
@@ -339,21 +343,54 @@ class SimpleCNAPS(
         ValueError
             A key is missing or unknown, a shape differs, or the weights are Transductive CNAPS's.
         """
-        config, weights = convert_published_state_dict(state_dict)
-        with torch.random.fork_rng(devices=[]):  # initial weights, soon replaced
-            model = cls(**config)
-        try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise ValueError(f"these are not weights of the published implementation: {error}") from error
-        return model.eval()
+        return model_from_state_dict(cls, state_dict)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], network: nn.Module | None = None) -> SimpleCNAPS:
+        """A model of these settings without memory for its weights, which :meth:`fill` brings.
+
+        Neither memory nor the global random generator is spent on what a file is first compared with.
+
+        Parameters
+        ----------
+        config : mapping
+            As the attribute ``config``, its types checked.
+        network : nn.Module, optional
+            The backbone's network, where its code is the user's own. A copy is used.
+
+        Raises
+        ------
+        ValueError
+            A setting is out of its range, or timm has no such network.
+        """
+        arguments = dict(config)
+        description = arguments.pop("backbone", None)
+        if description is not None:
+            return cls(**arguments, backbone=Backbone.described(description, config["image_size"], network))
+        with torch.device("meta"):
+            return cls(**arguments)
+
+    def fill(self, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
+        """Give a model of :meth:`from_config` its weights, all of ``state_dict()``, and set evaluation mode.
+
+        Raises
+        ------
+        ValueError
+            The backbone's network computes other features than the one that was saved.
+        """
+        backbone = self.feature_extractor
+        if isinstance(backbone, Backbone):
+            backbone.materialise()
+        self.load_state_dict(weights, assign=True)
+        if isinstance(backbone, Backbone):
+            backbone.requires_grad_(False)
+            backbone.check_fingerprint()
+        return self.eval()
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        from fewshot_mahalanobis.checkpoints import save_checkpoint
-
         save_checkpoint(self, save_directory)
 
-    # Not the mixin's, which parses config.json before this package's checks have seen it.
+    # The mixin's would parse config.json before this package has checked it.
     @classmethod
     def from_pretrained(
         cls,
@@ -391,115 +428,19 @@ class SimpleCNAPS(
         Raises
         ------
         CheckpointError
-            The checkpoint cannot be had (:class:`~fewshot_mahalanobis.checkpoints.DownloadError`), is malformed or of
+            The checkpoint cannot be found (:class:`~fewshot_mahalanobis.checkpoints.DownloadError`), is malformed or of
             another network.
         ValueError
             It has other settings than ``settings``.
         """
-        from fewshot_mahalanobis.checkpoints import hub_checkpoint, read_checkpoint
-
-        folder = Path(pretrained_model_name_or_path)
-        if not folder.is_dir():
-            folder = hub_checkpoint(
-                str(pretrained_model_name_or_path),
-                revision,
-                cache_dir=cache_dir,
-                token=token,
-                force_download=force_download,
-                local_files_only=local_files_only,
-            )
-        model = read_checkpoint(folder, backbone)
-        for name, value in settings.items():
-            if name not in model.config:
-                raise TypeError(f"from_pretrained has no argument {name!r}, nor has a checkpoint such a setting")
-            if value != model.config[name]:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} has {name}={model.config[name]!r}; it cannot be loaded with "
-                    f"{value!r}"
-                )
-        return model
-
-
-class AdaptedTask:
-    """A model adapted to one support set, ready for any number of queries.
-
-    Made by :meth:`SimpleCNAPS.adapt`.
-
-    Attributes
-    ----------
-    film : Film, or None
-        The FiLM parameters of the task; None without adaptation.
-    head : Head
-    support_features : Tensor of shape (n, d)
-        Adapted features of the support set, float32; d = 512 for the FiLM ResNet18.
-    support_labels : int64 Tensor of shape (n,)
-    dtype : torch.dtype
-        Precision of the convolutions.
-    """
-
-    support_features: Tensor
-    support_labels: Tensor
-    _state: Any
-
-    def __init__(self, model: SimpleCNAPS, film: Film | None, head: Head, dtype: torch.dtype = torch.float32) -> None:
-        self.film = film
-        self.head = head
-        self.dtype = dtype
-        self._projection = model.projection
-        self._extractor = model.feature_extractor.for_inference(film, dtype)
-        self._device = model.device
-
-    @torch.no_grad()
-    def refit(self, support_features: Tensor, support_labels: Tensor) -> AdaptedTask:
-        """The same adapted network with its head fitted to other support features: more shots, new classes.
-
-        Parameters
-        ----------
-        support_features : Tensor of shape (n, 512)
-            From :meth:`features`.
-        support_labels : int64 Tensor of shape (n,)
-
-        Returns
-        -------
-        AdaptedTask
-            A new one, sharing this one's network; this one is unchanged.
-        """
-        task = object.__new__(AdaptedTask)
-        task.__dict__.update(self.__dict__)
-        task.support_features = support_features.to(self._device)
-        task.support_labels = support_labels.to(self._device)
-        task._state = self.head.fit(task._head_space(task.support_features), task.support_labels)
-        return task
-
-    @torch.no_grad()
-    def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
-        """Adapted features f_theta^tau(x) of images (n, 3, h, w) in [-1, 1] -> (n, 512), float32."""
-        most = min(batch_size, _MOST_IMAGES) if self._device.type == "cpu" else batch_size
-        chunks = images.split(most) if len(images) else ()
-        features = [self._extractor(_channels_last(chunk.to(self._device, self.dtype))) for chunk in chunks]
-        return torch.cat(features) if features else torch.empty(0, self._extractor.out_features, device=self._device)
-
-    @torch.no_grad()
-    def head_logits(self, features: Tensor) -> Tensor:
-        """Logits (m, k) of adapted features (m, 512)."""
-        return self.head.logits(self._state, self._head_space(features.to(self._device)))
-
-    def logits(self, query_images: Tensor, batch_size: int = 64) -> Tensor:
-        """Logits (m, k) of query images (m, 3, h, w) in [-1, 1]; their softmax is equation 1."""
-        return self.head_logits(self.features(query_images, batch_size))
-
-    def _head_space(self, features: Tensor) -> Tensor:
-        return features if self._projection is None else self._projection(features)
-
-
-def _channels_last(images: Tensor) -> Tensor:
-    return images.contiguous(memory_format=torch.channels_last)
-
-
-@contextlib.contextmanager
-def _precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        yield
+        download = {
+            "revision": revision,
+            "cache_dir": cache_dir,
+            "token": token,
+            "force_download": force_download,
+            "local_files_only": local_files_only,
+        }
+        return load_pretrained(cls, pretrained_model_name_or_path, backbone, settings, **download)
 
 
 def _check_episode(support_images: Tensor, support_labels: Tensor) -> None:

@@ -91,7 +91,7 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
     ValueError
         ``model`` has an unknown setting or no adaptation, or ``init`` is a checkpoint of another model.
     """
-    from fewshot_mahalanobis.checkpoints import load_checkpoint
+    from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 
     known = [name for name in inspect.signature(SimpleCNAPS).parameters if name != "backbone"]
     if unknown := sorted(set(recipe.model) - set(known)):
@@ -113,7 +113,7 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
 
 def _backbone_weights(backbone: str) -> dict[str, Tensor]:
     """Backbone weights from a file that ``pretrain`` wrote, or from a checkpoint with the same network."""
-    from fewshot_mahalanobis.checkpoints import load_checkpoint
+    from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 
     if backbone.endswith(".safetensors"):
         return load_file(backbone)
