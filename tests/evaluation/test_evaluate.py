@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import MahalanobisHead, ManhattanHead, RegularizedCovariance, SimpleCNAPS
+from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.meta_dataset import VariableEpisodes
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
 from fewshot_mahalanobis.evaluation import report as report_module
 from fewshot_mahalanobis.evaluation.accuracy import UnadaptedFeatures

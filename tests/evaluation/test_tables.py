@@ -144,7 +144,10 @@ def test_what_differs_from_the_papers_protocol_is_marked():
     assert published_figure("Simple CNAPS", record("omniglot/train").row) is None
     assert published_figure("Simple CNAPS", record("photos").row) is None
     clean = published_figure("Simple CNAPS", record("mini_imagenet_test", way=5, shot=1).row)
-    assert (clean.marks, published_figure("Simple CNAPS", record("mini_imagenet_test", way=5, shot=2).row)) == ("", None)
+    assert (clean.marks, published_figure("Simple CNAPS", record("mini_imagenet_test", way=5, shot=2).row)) == (
+        "",
+        None,
+    )
 
 
 def test_the_papers_figures_stand_beside_and_notes_below():
