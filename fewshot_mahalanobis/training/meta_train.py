@@ -106,7 +106,7 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
         if {**before.config, "scale": model.config["scale"]} != model.config:  # s is not a weight
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
         model.load_state_dict(before.state_dict())
-    model.feature_extractor.load_state_dict(_backbone_weights(recipe.backbone))
+    cast(FilmResNet18, model.feature_extractor).load_state_dict(_backbone_weights(recipe.backbone))
     scale_features_(model, recipe.feature_scale)
     return model
 
