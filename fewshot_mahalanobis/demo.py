@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
-from fewshot_mahalanobis.evaluation.accuracy import markdown_table
+from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.images import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
@@ -59,7 +59,7 @@ def run_demo(
     start = time.perf_counter()
     classifier = SimpleCNAPSClassifier(checkpoint).fit(images[episode.support], targets[episode.support])
     fitted = time.perf_counter()
-    said = answers(classifier, images[episode.query])
+    said = predict_all(classifier, images[episode.query])
     done = time.perf_counter()
     right = said.labels == targets[episode.query]
     say(

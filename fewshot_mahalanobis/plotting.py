@@ -1,18 +1,18 @@
 """Pictures of few-shot tasks, with matplotlib (``pip install "fewshot-mahalanobis[demo]"``).
 
 Every function returns the axes it drew on. Those that need one axes take ``ax``, those that need several take
-``figure``; left out, pyplot makes a new figure, which a notebook shows by itself.
+``figure``; without it, pyplot makes a new figure, which a notebook shows by itself.
 
-A picture of features has two dimensions and the features 512. The plane is that of their first two principal
-components, P (512, 2) with orthonormal columns, and a class Gaussian N(mu_k, Q_k) is drawn as its exact marginal on
-that plane, N(P^T mu_k, P^T Q_k P). Because P^T P = I, P^T Q_k P is equation 3 applied to the projected features.
+Features of d dimensions are drawn on the plane of their first two principal components, P (d, 2) with orthonormal
+columns, and a class Gaussian N(mu_k, Q_k) as its exact marginal on that plane, N(P^T mu_k, P^T Q_k P). Because
+P^T P = I, P^T Q_k P is equation 3 applied to the projected features.
 
-For a confusion matrix use scikit-learn's ``ConfusionMatrixDisplay.from_predictions``: it needs nothing from here.
+For a confusion matrix use scikit-learn's ``ConfusionMatrixDisplay.from_predictions``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,12 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, answers
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
+from fewshot_mahalanobis.evaluation.result import Accuracy, Row
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.networks.simple_cnaps import AdaptedTask
+from fewshot_mahalanobis.influence import support_influence
 
 try:
     import matplotlib as mpl
@@ -45,10 +46,10 @@ __all__ = [
     "support_influence",
 ]
 
-#: Side in pixels that images are drawn with: what the default network reads.
-_THUMBNAIL = 84
-#: Points a side at which decision regions are computed.
-_GRID = 300
+#: Side of drawn images, in pixels.
+THUMBNAIL = 84
+#: Decision regions are computed on GRID x GRID points.
+GRID = 300
 _WRONG = "crimson"
 
 # -------------------------------------------------------------------- images
@@ -63,11 +64,10 @@ def plot_task(
     *,
     figure: Figure | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Support images on the left; query images on the right, each with its predicted label and probability.
+    """Draw support images on the left, query images on the right, each with its predicted label and probability.
 
-    There is one row for each class. A query stands in the row of its true label, and its title is red where the
-    prediction differs; without ``query_labels`` it stands in the row of its predicted label. Images are drawn as the
-    network gets them: squares of 84 x 84 pixels.
+    There is one row for each class. A query is in the row of its true label, with a red title if the prediction is
+    wrong; without ``query_labels`` it is in the row of its predicted label. Images are squares of 84 x 84 pixels.
 
     Parameters
     ----------
@@ -77,16 +77,14 @@ def plot_task(
     support_labels : array-like of shape (n,)
     query_images : collection of m images
     query_labels : array-like of shape (m,), optional
-        True labels. A label that is not among the classes gets a row of its own.
+        True labels. A label that is no class gets a row of its own.
     figure : Figure, optional
         An empty one to draw on; its size is set.
 
     Returns
     -------
-    support_axes : array of Axes of shape (rows, most shots)
+    support_axes, query_axes : arrays of Axes of shape (rows, images in the longest row)
         Those without an image are invisible.
-    query_axes : array of Axes of shape (rows, most queries a row)
-        Likewise.
 
     Raises
     ------
@@ -96,7 +94,7 @@ def plot_task(
     support_labels = _labels_of(support_labels, support_images, "support")
     shown = None if query_labels is None else _labels_of(query_labels, query_images, "query")
     if isinstance(classifier, SimpleCNAPSClassifier):
-        said = answers(classifier, query_images)
+        said = predict_all(classifier, query_images)
         predicted, probabilities = said.labels, said.probabilities
     else:
         predicted, probabilities = classifier.predict(query_images), classifier.predict_proba(query_images)
@@ -112,7 +110,7 @@ def draw_task(
     probabilities: NDArray[np.float64],
     figure: Figure | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """What :func:`plot_task` draws: ``support`` and ``queries`` are images and the labels whose rows they stand in."""
+    """As :func:`plot_task`; ``support`` and ``queries`` are (images, labels of the rows that they are drawn in)."""
     (support_images, support_labels), (query_images, shown) = support, queries
     rows = [*classes, *sorted({*shown.tolist()} - {*classes})]
     support_rows = [np.flatnonzero(support_labels == label) for label in rows]
@@ -155,38 +153,6 @@ def draw_task(
     return support_axes, query_axes
 
 
-def support_influence(task: AdaptedTask, query_features: Tensor) -> Tensor:
-    """How much each support example speaks for what is predicted: log p(y | S) - log p(y | S without example i).
-
-    y is the class predicted for the query with the whole support set S, and p equation 1. The head is fitted anew
-    without each example in turn, so the figures are exact for every head; the network stays as it was adapted.
-    Positive: the prediction leans on the example. Negative: the example speaks against it. In nats: 0.69 halves
-    the probability where that is small.
-
-    Parameters
-    ----------
-    task : AdaptedTask
-        ``classifier.task_``.
-    query_features : Tensor of shape (m, 512)
-        Adapted features, as ``classifier.transform`` gives them.
-
-    Returns
-    -------
-    Tensor of shape (m, n)
-        NaN for the only example of a class: without it there is no such class.
-    """
-    log_p = task.head_logits(query_features).double().log_softmax(1)
-    predicted = log_p.argmax(1, keepdim=True)
-    influence = log_p.new_full((len(query_features), len(task.support_labels)), torch.nan)
-    counts = task.support_labels.bincount()
-    for i in (counts[task.support_labels] > 1).nonzero()[:, 0].tolist():
-        rest = torch.arange(len(task.support_labels), device=task.support_labels.device) != i
-        without = task.refit(task.support_features[rest], task.support_labels[rest])
-        log_p_without = without.head_logits(query_features).double().log_softmax(1)
-        influence[:, i] = (log_p - log_p_without).gather(1, predicted)[:, 0]
-    return influence
-
-
 def plot_support_influence(
     classifier: SimpleCNAPSClassifier,
     support_images: Any,
@@ -195,10 +161,10 @@ def plot_support_influence(
     most: int = 5,
     figure: Figure | None = None,
 ) -> NDArray[Any]:
-    """Which support images the prediction for one query leans on, and which speak against it.
+    """Draw the support images that support the prediction for one query, and those that oppose it.
 
-    Upper row: the query, then the support images of the greatest positive influence; lower row: those of the most
-    negative. Over each stands its label and its influence in nats, as :func:`support_influence` defines it.
+    Upper row: the query, then the support images of the greatest positive influence; lower row: of the most negative.
+    Titles are labels and influences in nats (:func:`support_influence`).
 
     Parameters
     ----------
@@ -208,7 +174,7 @@ def plot_support_influence(
         Those it was fitted to, in that order.
     query_image : image
     most : int, default=5
-        Support images a row at most.
+        Most support images in a row.
     figure : Figure, optional
         An empty one to draw on; its size is set.
 
@@ -225,7 +191,7 @@ def plot_support_influence(
     images, task = _thumbnails(support_images), classifier.task_
     if len(images) != len(task.support_labels):
         raise ValueError(f"the classifier was fitted to {len(task.support_labels)} images, but {len(images)} are given")
-    said = answers(classifier, [query_image])
+    said = predict_all(classifier, [query_image])
     influence = support_influence(task, torch.from_numpy(said.features))[0].cpu().numpy()
     if np.isnan(influence).all():
         raise ValueError("every class has one support image: without it there would be no such class")
@@ -261,10 +227,10 @@ def plot_class_gaussians(
     covariance: RegularizedCovariance | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Support features as points and each class's N(mu_k, Q_k) as ellipses, on a plane.
+    """Draw support features as points and each class's N(mu_k, Q_k) as ellipses, on a plane.
 
-    Features of more than two dimensions are projected on their first two principal components. The ellipses are
-    those of Mahalanobis distance 1 and 2 of the Gaussian's exact marginal on that plane: see the head of this module.
+    Features of more than two dimensions are projected on their first two principal components. The ellipses have
+    Mahalanobis distance 1 and 2 in the Gaussian's exact marginal on that plane.
 
     Parameters
     ----------
@@ -272,37 +238,32 @@ def plot_class_gaussians(
         Support features, ``classifier.transform(support_images)`` say.
     labels : array-like of shape (n,)
     covariance : RegularizedCovariance, optional
-        How Q_k is estimated; with the paper's settings if left out.
+        How Q_k is estimated; by default with the paper's settings.
     ax : Axes, optional
 
     Returns
     -------
     Axes
-        Its unit is that of the features, equal on both axes.
+        In units of the features, equal on both axes.
 
     Raises
     ------
     ValueError
-        Shapes do not fit; or ``covariance`` has ``one_shot_covariance="published"`` and a class has one example,
-        whose covariance has no such marginal.
+        Shapes do not fit, or a class has one example and ``covariance`` has ``one_shot_covariance="published"``, which
+        has no such marginal.
     """
     plane = _Plane(features)
     names, codes = np.unique(np.asarray(labels), return_inverse=True)
     points = plane.project(features)
     covariance = _settings(covariance, features, codes)
-    if covariance.one_shot_covariance == "published" and (np.bincount(codes) == 1).any():
+    if covariance.settings.one_shot_covariance == "published" and (np.bincount(codes) == 1).any():
         raise ValueError('a class of one example with one_shot_covariance="published" cannot be drawn on a plane')
     gaussians = covariance(torch.from_numpy(points), torch.from_numpy(codes))
     ax = _new_axes() if ax is None else ax
     for k, (mean, q, colour) in enumerate(
         zip(gaussians.means.numpy(), gaussians.covariance().numpy(), _colours(len(names)), strict=True)
     ):
-        variances, directions = np.linalg.eigh(q)
-        angle = np.degrees(np.arctan2(directions[1, 1], directions[0, 1]))
-        for distance in (1, 2):
-            long, short = 2 * distance * np.sqrt(variances[::-1])
-            ax.add_patch(Ellipse(tuple(mean), long, short, angle=angle, fill=False, edgecolor=colour, lw=2 / distance))
-        _scatter(ax, points[codes == k], mean, colour, str(names[k]))
+        _draw_class(ax, points[codes == k], mean, q, colour, str(names[k]))
     _finish(ax, plane)
     return ax
 
@@ -315,12 +276,12 @@ def plot_decision_regions(
     covariance: RegularizedCovariance | None = None,
     figure: Figure | None = None,
 ) -> NDArray[Any]:
-    """What the Euclidean head (left) and the Mahalanobis head (right) make of the same support features.
+    """Draw the decision regions of the Euclidean head (left) and the Mahalanobis head (right) on the same features.
 
-    It is the paper's figures 1 and 3, for your own features. Features of more than two dimensions are projected on
-    their first two principal components and both heads fitted to the projected features: the regions are those of
-    the plane, not a cut through the regions in d dimensions. The ellipses of distance 1 and 2 are circles on the
-    left, where the head takes every class for N(mu_k, I).
+    These are the paper's figures 1 and 3 for your own features. Features of more than two dimensions are projected on
+    their first two principal components, and both heads are fitted to the projected features: the regions are not a
+    section of those in d dimensions. The ellipses have distance 1 and 2; on the left, where every class is
+    N(mu_k, I), they are circles.
 
     Parameters
     ----------
@@ -330,7 +291,7 @@ def plot_decision_regions(
     queries : array-like of shape (m, d), optional
         Drawn in grey, projected like the support features.
     covariance : RegularizedCovariance, optional
-        How Q_k is estimated; with the paper's settings if left out.
+        How Q_k is estimated; by default with the paper's settings.
     figure : Figure, optional
         An empty one to draw on.
 
@@ -352,7 +313,7 @@ def plot_decision_regions(
     drawn = points if queries is None else np.concatenate([points, plane.project(queries)])
     low, high = drawn.min(0), drawn.max(0)
     margin = 0.25 * (high - low).max()
-    x, y = (np.linspace(low[i] - margin, high[i] + margin, _GRID) for i in (0, 1))
+    x, y = (np.linspace(low[i] - margin, high[i] + margin, GRID) for i in (0, 1))
     grid = torch.from_numpy(np.stack(np.meshgrid(x, y), axis=-1).reshape(-1, 2))
 
     covariance = _settings(covariance, features, codes)
@@ -362,7 +323,7 @@ def plot_decision_regions(
     heads: tuple[Head[Any], ...] = (EuclideanHead(), MahalanobisHead(covariance))
     for ax, head, title in zip(axes, heads, ("Euclidean", "Mahalanobis"), strict=True):
         logits = head(torch.from_numpy(points), torch.from_numpy(codes), grid)
-        regions = logits.argmax(1).numpy().reshape(_GRID, _GRID)
+        regions = logits.argmax(1).numpy().reshape(GRID, GRID)
         image = np.array([mpl.colors.to_rgb(colour) for colour in colours])[regions]
         extent = (x[0], x[-1], y[0], y[-1])
         ax.imshow(image, extent=extent, origin="lower", alpha=0.25, interpolation="nearest", aspect="equal")
@@ -370,12 +331,8 @@ def plot_decision_regions(
             plot_class_gaussians(points, names[codes], covariance=covariance, ax=ax)
         else:
             for k, colour in enumerate(colours):
-                mean = points[codes == k].mean(0)
-                for distance in (1, 2):
-                    ax.add_patch(
-                        Ellipse(tuple(mean), *2 * [2 * distance], fill=False, edgecolor=colour, lw=2 / distance)
-                    )
-                _scatter(ax, points[codes == k], mean, colour, str(names[k]))
+                of_class = points[codes == k]
+                _draw_class(ax, of_class, of_class.mean(0), np.eye(2), colour, str(names[k]))
         if queries is not None:
             ax.scatter(
                 *plane.project(queries).T, s=28, c="0.45", marker="D", edgecolors="white", label="query", zorder=4
@@ -389,7 +346,7 @@ def plot_decision_regions(
 
 
 class _Plane:
-    """The plane of the first two principal components of features (n, d); for d = 2 the features' own."""
+    """Plane of the first two principal components of features (n, d); for d = 2 the features themselves."""
 
     def __init__(self, features: ArrayLike | Tensor) -> None:
         x = _matrix(features)
@@ -412,9 +369,9 @@ class _Plane:
 def _settings(
     covariance: RegularizedCovariance | None, features: ArrayLike | Tensor, codes: NDArray[np.int64]
 ) -> RegularizedCovariance:
-    """The settings of Q_k, with a beta that is to be chosen chosen on all dimensions: the plane's ridge is theirs."""
+    """How Q_k is estimated. Settings that are "auto" are chosen in all d dimensions, not on the plane."""
     covariance = RegularizedCovariance() if covariance is None else covariance
-    return covariance.on(torch.from_numpy(_matrix(features)), torch.from_numpy(codes))
+    return covariance.with_chosen_settings(torch.from_numpy(_matrix(features)), torch.from_numpy(codes))
 
 
 def _matrix(features: ArrayLike | Tensor) -> NDArray[np.float64]:
@@ -427,17 +384,16 @@ def _matrix(features: ArrayLike | Tensor) -> NDArray[np.float64]:
 # -------------------------------------------------------------------- evaluation
 
 
-def plot_accuracy(records: Sequence[Mapping[str, Any]], against: str = "shot", *, ax: Axes | None = None) -> Axes:
+def plot_accuracy(rows: Sequence[Row], against: str = "shot", *, ax: Axes | None = None) -> Axes:
     """Accuracy against the number of shots or of ways, with 95 % intervals (figures 5 and 6 of the paper).
 
-    One line for each source, variant and setting of the other number. In the paper's figures the classes and tasks
-    of one evaluation are grouped by their shots and ways; here each point is an evaluation of its own.
+    One line for each name, method and setting of the other number.
 
     Parameters
     ----------
-    records : list of dict
-        What :func:`fewshot_mahalanobis.evaluation.tables.evaluate` returns and ``fewshot-mahalanobis evaluate -o``
-        writes: "source", "shot", "way" and "accuracy", which maps a variant to [mean, half-width] in per cent.
+    rows : list of Row
+        The points: ``[result.row for result in results]``, say, or
+        :func:`~fewshot_mahalanobis.evaluation.curves.pooled_curve`.
     against : {"shot", "way"}, default="shot"
         What the horizontal axis is; logarithmic.
     ax : Axes, optional
@@ -450,24 +406,26 @@ def plot_accuracy(records: Sequence[Mapping[str, Any]], against: str = "shot", *
     Raises
     ------
     ValueError
-        ``against`` is something else, there are no records, or two of them would give one line two values at one
-        place (from different seeds, say).
+        ``against`` is something else, there are no rows, or two of them give one line two values at one place
+        (from different seeds, say).
     """
     if against not in ("shot", "way"):
         raise ValueError(f'against must be "shot" or "way", got {against!r}')
-    if not records:
-        raise ValueError("there are no records to draw")
+    if not rows:
+        raise ValueError("there are no rows to draw")
     other = "way" if against == "shot" else "shot"
-    lines: dict[tuple[str, int, str], dict[int, tuple[float, float]]] = {}
-    for record in records:
-        for variant, (mean, half_width) in record["accuracy"].items():
-            line = lines.setdefault((record["source"], record[other], variant), {})
-            if record[against] in line:
+    lines: dict[tuple[str, int | None, str], dict[int, Accuracy]] = {}
+    for row in rows:
+        place, number = (row.shot, row.way) if against == "shot" else (row.way, row.shot)
+        if place is None:
+            raise ValueError(f"{row.name!r} has no one number of {against}s")
+        for method, accuracy in row.accuracy.items():
+            line = lines.setdefault((row.name, number, method), {})
+            if place in line:
                 raise ValueError(
-                    f"two records of {record['source']!r} have {record[against]} {against}s and {record[other]} "
-                    f"{other}s: draw one of them"
+                    f"two rows of {row.name!r} have {place} {against}s and {number} {other}s: draw one of them"
                 )
-            line[record[against]] = mean, half_width
+            line[place] = accuracy
 
     series = list(dict.fromkeys((source, number) for source, number, _ in lines))
     variants = list(dict.fromkeys(variant for _, _, variant in lines))
@@ -483,12 +441,13 @@ def plot_accuracy(records: Sequence[Mapping[str, Any]], against: str = "shot", *
             variant * (len(variants) > 1 or len(series) == 1),
         )
         places = sorted(line)
-        means, half_widths = zip(*(line[place] for place in places), strict=True)
+        means = [100 * line[place].mean for place in places]
+        half_widths = [100 * line[place].half_width for place in places]
         ax.errorbar(
             places, means, half_widths, color=colours[at], ls=style, marker="o", ms=4, capsize=2,
             label=", ".join(part for part in parts if part),
         )  # fmt: skip
-    places = sorted({record[against] for record in records})
+    places = sorted({place for line in lines.values() for place in line})
     ax.set_xscale("log")
     ax.set_xticks(places, [str(place) for place in places])
     ax.xaxis.set_minor_locator(NullLocator())
@@ -521,7 +480,7 @@ def _labels_of(labels: ArrayLike, images: Any, what: str) -> NDArray[Any]:
 
 def _thumbnails(images: Any) -> NDArray[np.float32]:
     """Images of any kind as float32 (n, 84, 84, 3) in [0, 1]."""
-    batches = ImageBatches(images, _THUMBNAIL)
+    batches = ImageBatches(images, THUMBNAIL)
     return np.concatenate([((batch + 1) / 2).permute(0, 2, 3, 1).numpy() for batch in batches])
 
 
@@ -533,13 +492,21 @@ def _show(axis: Axes, image: NDArray[np.float32]) -> None:
 
 
 def _colours(n: int) -> list[Any]:
-    """N colours, told apart as long as there are not too many."""
+    """N distinct colours."""
     if n <= 10:
         return list(mpl.colormaps["tab10"].colors[:n])  # type: ignore[attr-defined]
     return [mpl.colormaps["turbo"](i / (n - 1)) for i in range(n)]
 
 
-def _scatter(ax: Axes, points: NDArray[np.float64], mean: NDArray[np.float64], colour: Any, name: str) -> None:
+def _draw_class(
+    ax: Axes, points: NDArray[np.float64], mean: NDArray[np.float64], q: NDArray[np.float64], colour: Any, name: str
+) -> None:
+    """Points (n, 2) of a class, its mean (2,), and the ellipses of distance 1 and 2 under covariance ``q`` (2, 2)."""
+    variances, directions = np.linalg.eigh(q)
+    angle = np.degrees(np.arctan2(directions[1, 1], directions[0, 1]))
+    for distance in (1, 2):
+        long, short = 2 * distance * np.sqrt(variances[::-1])
+        ax.add_patch(Ellipse(tuple(mean), long, short, angle=angle, fill=False, edgecolor=colour, lw=2 / distance))
     ax.scatter(points[:, 0], points[:, 1], s=26, color=colour, edgecolors="white", linewidths=0.6, label=name, zorder=3)
     ax.scatter(mean[0], mean[1], s=70, color=colour, marker="X", edgecolors="black", linewidths=0.8, zorder=5)
 

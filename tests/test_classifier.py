@@ -16,8 +16,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import accuracy_score, get_scorer
@@ -26,37 +24,18 @@ from sklearn.utils import get_tags
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.heads import EuclideanHead, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches, ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from tests.tiny import COLOURS, QUERY_LABELS, SUPPORT_LABELS, adapting_model, drawn
 
 SIZE = 32
-COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
 Pictures = NDArray[np.uint8]
 
 
 @pytest.fixture(scope="module")
 def model() -> SimpleCNAPS:
-    """An untrained model whose FiLM parameters depend visibly on the support set."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = SimpleCNAPS(image_size=SIZE, beta=0.5, scale=0.5).eval()
-        assert model.film_generator is not None
-        for parameter in model.film_generator.parameters():
-            if parameter.ndim == 1:
-                torch.nn.init.normal_(parameter, std=0.05)
-    return model
-
-
-def drawn(labels: list[str], seed: int) -> Pictures:
-    """Noisy patches of the colour that the label names, (n, 24, 24, 3)."""
-    rng = np.random.default_rng(seed)
-    colours = np.array([COLOURS[label] for label in labels])[:, None, None, :]
-    return (colours + rng.integers(-35, 36, size=(len(labels), 24, 24, 3))).clip(0, 255).astype(np.uint8)
-
-
-SUPPORT_LABELS = ["red", "green", "blue", "green", "red", "red", "blue", "green"]
-QUERY_LABELS = ["blue", "red", "green", "red", "blue", "green", "green"]
+    return adapting_model()
 
 
 @pytest.fixture(scope="module")
@@ -486,131 +465,6 @@ def test_an_unfitted_classifier_pickles() -> None:
     again = pickle.loads(pickle.dumps(SimpleCNAPSClassifier(head="cosine")))
     assert again.head == "cosine"
     assert not hasattr(again, "task_")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"adapt": False, "batch_size": np.int64(5), "n_jobs": 2},
-        {"head": "cosine", "precision": "bfloat16"},
-        {"head": EuclideanHead()},
-        {"head": MahalanobisHead(RegularizedCovariance(2.0, False, "published"), 0.25)},
-    ],
-    ids=["default", "unadapted", "cosine", "head object", "Mahalanobis settings"],
-)
-def test_a_saved_classifier_answers_alike(
-    arguments: dict[str, Any], model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
-) -> None:
-    classifier = SimpleCNAPSClassifier(model, **arguments).fit(support, SUPPORT_LABELS)
-    path = tmp_path / "colours.safetensors"
-    classifier.save(path)
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    random = torch.get_rng_state()
-    loaded = SimpleCNAPSClassifier.load(path, device="cpu")
-    assert torch.equal(torch.get_rng_state(), random)
-    assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
-    assert loaded.predict(queries).tolist() == classifier.predict(queries).tolist()
-    assert loaded.class_counts_.tolist() == [2, 3, 3]
-    for name in ("adapt", "precision", "batch_size", "n_jobs", "verbose"):
-        assert getattr(loaded, name) == getattr(classifier, name)
-    assert loaded.device == "cpu"
-    loaded.partial_fit(support[:1], ["new"])
-    assert loaded.classes_.tolist() == ["blue", "green", "new", "red"]
-    loaded.set_params(head="euclidean").fit(support, SUPPORT_LABELS)
-
-
-def test_a_classifier_saved_after_partial_fit_keeps_the_first_adaptation(
-    model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
-) -> None:
-    classifier = SimpleCNAPSClassifier(model).fit(support[:4], SUPPORT_LABELS[:4])
-    classifier.partial_fit(support[4:], SUPPORT_LABELS[4:])
-    classifier.save(tmp_path / "a")
-    assert (SimpleCNAPSClassifier.load(tmp_path / "a").transform(queries) == classifier.transform(queries)).all()
-
-
-@pytest.mark.parametrize("dtype", ["<U5", object, np.int16, bool])
-def test_saved_labels_keep_their_type(dtype: Any, model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
-    labels = np.array([4, 2, 4, 2, 2, 4, 2, 4] if dtype is np.int16 else [0, 1] * 4).astype(dtype)
-    if dtype is object:
-        labels = np.array(["no", "a much longer yes"] * 4, dtype=object)
-    classifier = SimpleCNAPSClassifier(model, adapt=False).fit(support[:8], labels)
-    classifier.save(tmp_path / "a")
-    loaded = SimpleCNAPSClassifier.load(tmp_path / "a")
-    assert loaded.classes_.dtype == classifier.classes_.dtype == dtype
-    assert loaded.classes_.tolist() == classifier.classes_.tolist() == sorted(set(labels.tolist()))
-
-
-def test_weights_are_stored_as_float16_only_where_nothing_is_lost(
-    model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
-) -> None:
-    short = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in short.parameters():
-            parameter.copy_(parameter.half().float())
-    sizes = []
-    for name, checkpoint in (("long", model), ("short", short)):
-        classifier = SimpleCNAPSClassifier(checkpoint).fit(support, SUPPORT_LABELS)
-        classifier.save(tmp_path / name)
-        sizes.append((tmp_path / name).stat().st_size)
-        loaded = SimpleCNAPSClassifier.load(tmp_path / name)
-        assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
-    assert sizes[1] < 0.52 * sizes[0]
-
-
-def test_a_head_that_no_file_can_name_is_refused(model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
-    classifier = SimpleCNAPSClassifier(model, head=LinearHead()).fit(support, SUPPORT_LABELS)
-    with pytest.raises(ValueError, match=r"LinearHead object .* pickle"):
-        classifier.save(tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_save_leaves_the_old_file(
-    fitted: SimpleCNAPSClassifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a").write_text("old")
-
-    def failing(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.replace", failing)
-    with pytest.raises(OSError, match="disk full"):
-        fitted.save(tmp_path / "a")
-    assert [file.name for file in tmp_path.iterdir()] == ["a"]
-    assert (tmp_path / "a").read_text() == "old"
-
-
-def test_files_that_are_no_saved_classifier_are_refused(fitted: SimpleCNAPSClassifier, tmp_path: Path) -> None:
-    good = tmp_path / "good"
-    fitted.save(good)
-    data = good.read_bytes()
-    bad = tmp_path / "bad"
-
-    def assert_refused(message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            SimpleCNAPSClassifier.load(bad)
-
-    for content in (b"", b"text", data[:5], data[:200], data[:-1]):
-        bad.write_bytes(content)
-        assert_refused("not a safetensors file, or is damaged or cut short")
-    flipped = bytearray(data)
-    flipped[len(data) // 2] ^= 1
-    bad.write_bytes(flipped)
-    assert_refused("do not match their digest")
-    save_file({"a": torch.zeros(1)}, bad)
-    assert_refused("not one that SimpleCNAPSClassifier.save wrote")
-
-    with safe_open(good, "pt") as file:
-        metadata = file.metadata()
-    tensors, header = load_file(good), json.loads(metadata["classifier"])
-    save_file(tensors, bad, {**metadata, "classifier": json.dumps({**header, "version": 99})})
-    assert_refused("newer version .* upgrade")
-    save_file(tensors, bad, {**metadata, "classifier": "{"})
-    assert_refused("damaged header")
-    save_file(tensors, bad, {**metadata, "classifier": json.dumps({k: v for k, v in header.items() if k != "labels"})})
-    assert_refused("incomplete")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        SimpleCNAPSClassifier.load(tmp_path / "nowhere")
 
 
 # -------------------------------------------------------------------- ONNX

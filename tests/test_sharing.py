@@ -151,9 +151,9 @@ def test_the_card_tells_the_classes_the_use_and_the_accuracy_on_left_out_images(
         rest = np.arange(len(LABELS)) != i
         others = SimpleCNAPSClassifier(model, device="cpu").fit(images[rest], LABELS[rest])
         right += others.predict(images[i : i + 1])[0] == LABELS[i]
-    assert leave_one_out_hits(fitted) == (right, 8)
+    assert leave_one_out_hits(fitted.task_) == (right, 8)
     interval = binomtest(int(right), 8).proportion_ci(method="wilson")
-    assert "Of 8 support images (1 more are alone in their class), each left out in turn" in text
+    assert "Each of 8 support images (1 more are alone in their class) was left out in turn" in text
     assert f"**{right / 8:.1%}** (95 % Wilson interval {interval.low:.1%} to {interval.high:.1%})" in text
 
 
@@ -167,10 +167,14 @@ def test_the_code_on_the_card_runs(hub: Hub, fitted: SimpleCNAPSClassifier, tmp_
     assert names["classifier"].classes_.tolist() == fitted.classes_.tolist()
 
 
+def card_of(classifier: SimpleCNAPSClassifier) -> str:
+    return model_card("user/colours", classifier._fitted_state(), leave_one_out_hits(classifier.task_))
+
+
 def test_labels_are_text_on_the_card_whatever_markdown_makes_of_them(fitted: SimpleCNAPSClassifier) -> None:
     nasty = "[a](http://b) | <img src=x>\n# **c**"
     images, labels = coloured(LABELS[:4], 0), [nasty, "other", nasty, "other"]
-    card = model_card(SimpleCNAPSClassifier(fitted.model_, device="cpu").fit(images, labels), "user/colours")
+    card = card_of(SimpleCNAPSClassifier(fitted.model_, device="cpu").fit(images, labels))
     (row,) = [line for line in card.splitlines() if "http" in line]
     assert row.count("|") == 3
     assert not set("[]<>*#`(") & set(row.replace("&#", ""))
@@ -178,7 +182,7 @@ def test_labels_are_text_on_the_card_whatever_markdown_makes_of_them(fitted: Sim
 
 def test_a_card_of_single_images_claims_no_accuracy(fitted: SimpleCNAPSClassifier) -> None:
     single = SimpleCNAPSClassifier(fitted.model_, device="cpu").fit(coloured(LABELS[:3], 0), LABELS[:3])
-    card = model_card(single, "user/colours")
+    card = card_of(single)
     assert "Not measured" in card
     assert "%" not in card.split("## Accuracy")[1].split("## Settings")[0]
 

@@ -52,3 +52,27 @@ def pictures(n: int, seed: int) -> NDArray[np.uint8]:
 def tiny_classifier(**arguments: Any) -> SimpleCNAPSClassifier:
     """Fitted to three classes."""
     return SimpleCNAPSClassifier(tiny_model(), device="cpu", **arguments).fit(pictures(8, 1), LABELS)
+
+
+COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
+SUPPORT_LABELS = ["red", "green", "blue", "green", "red", "red", "blue", "green"]
+QUERY_LABELS = ["blue", "red", "green", "red", "blue", "green", "green"]
+
+
+def drawn(labels: list[str], seed: int) -> NDArray[np.uint8]:
+    """Noisy patches of the colour that the label names, (n, 24, 24, 3)."""
+    rng = np.random.default_rng(seed)
+    colours = np.array([COLOURS[label] for label in labels])[:, None, None, :]
+    return (colours + rng.integers(-35, 36, size=(len(labels), 24, 24, 3))).clip(0, 255).astype(np.uint8)
+
+
+def adapting_model() -> SimpleCNAPS:
+    """An untrained Simple CNAPS for 32 pixels whose FiLM parameters depend visibly on the support set."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = SimpleCNAPS(image_size=32, beta=0.5, scale=0.5).eval()
+        assert model.film_generator is not None
+        for parameter in model.film_generator.parameters():
+            if parameter.ndim == 1:
+                torch.nn.init.normal_(parameter, std=0.05)
+    return model

@@ -1,0 +1,214 @@
+"""A fitted classifier as a file: it answers alike, old files load, and what is no such file is refused."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
+from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from tests.tiny import QUERY_LABELS, SUPPORT_LABELS, adapting_model, drawn
+
+Pictures = NDArray[np.uint8]
+
+
+@pytest.fixture(scope="module")
+def model() -> SimpleCNAPS:
+    return adapting_model()
+
+
+@pytest.fixture(scope="module")
+def support() -> Pictures:
+    return drawn(SUPPORT_LABELS, seed=1)
+
+
+@pytest.fixture(scope="module")
+def queries() -> Pictures:
+    return drawn(QUERY_LABELS, seed=2)
+
+
+@pytest.fixture(scope="module")
+def fitted(model: SimpleCNAPS, support: Pictures) -> SimpleCNAPSClassifier:
+    return SimpleCNAPSClassifier(model, precision="float32").fit(support, SUPPORT_LABELS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"adapt": False, "batch_size": np.int64(5), "n_jobs": 2},
+        {"head": "cosine", "precision": "bfloat16"},
+        {"head": EuclideanHead()},
+        {"head": MahalanobisHead(RegularizedCovariance(2.0, False, "published"), 0.25)},
+    ],
+    ids=["default", "unadapted", "cosine", "head object", "Mahalanobis settings"],
+)
+def test_a_saved_classifier_answers_alike(
+    arguments: dict[str, Any], model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    classifier = SimpleCNAPSClassifier(model, **arguments).fit(support, SUPPORT_LABELS)
+    path = tmp_path / "colours.safetensors"
+    classifier.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    random = torch.get_rng_state()
+    loaded = SimpleCNAPSClassifier.load(path, device="cpu")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
+    assert loaded.predict(queries).tolist() == classifier.predict(queries).tolist()
+    assert loaded.class_counts_.tolist() == [2, 3, 3]
+    for name in ("adapt", "precision", "batch_size", "n_jobs", "verbose"):
+        assert getattr(loaded, name) == getattr(classifier, name)
+    assert loaded.device == "cpu"
+    loaded.partial_fit(support[:1], ["new"])
+    assert loaded.classes_.tolist() == ["blue", "green", "new", "red"]
+    loaded.set_params(head="euclidean").fit(support, SUPPORT_LABELS)
+
+
+def test_a_classifier_saved_after_partial_fit_keeps_the_first_adaptation(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    classifier = SimpleCNAPSClassifier(model).fit(support[:4], SUPPORT_LABELS[:4])
+    classifier.partial_fit(support[4:], SUPPORT_LABELS[4:])
+    classifier.save(tmp_path / "a")
+    assert (SimpleCNAPSClassifier.load(tmp_path / "a").transform(queries) == classifier.transform(queries)).all()
+
+
+@pytest.mark.parametrize("dtype", ["<U5", object, np.int16, bool])
+def test_saved_labels_keep_their_type(dtype: Any, model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
+    labels = np.array([4, 2, 4, 2, 2, 4, 2, 4] if dtype is np.int16 else [0, 1] * 4).astype(dtype)
+    if dtype is object:
+        labels = np.array(["no", "a much longer yes"] * 4, dtype=object)
+    classifier = SimpleCNAPSClassifier(model, adapt=False).fit(support[:8], labels)
+    classifier.save(tmp_path / "a")
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "a")
+    assert loaded.classes_.dtype == classifier.classes_.dtype == dtype
+    assert loaded.classes_.tolist() == classifier.classes_.tolist() == sorted(set(labels.tolist()))
+
+
+def test_weights_are_stored_as_float16_only_where_nothing_is_lost(
+    model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    short = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in short.parameters():
+            parameter.copy_(parameter.half().float())
+    sizes = []
+    for name, checkpoint in (("long", model), ("short", short)):
+        classifier = SimpleCNAPSClassifier(checkpoint).fit(support, SUPPORT_LABELS)
+        classifier.save(tmp_path / name)
+        sizes.append((tmp_path / name).stat().st_size)
+        loaded = SimpleCNAPSClassifier.load(tmp_path / name)
+        assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
+    assert sizes[1] < 0.52 * sizes[0]
+
+
+def test_a_head_that_no_file_can_name_is_refused(model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
+    classifier = SimpleCNAPSClassifier(model, head=LinearHead()).fit(support, SUPPORT_LABELS)
+    with pytest.raises(ValueError, match=r"LinearHead object .* pickle"):
+        classifier.save(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_save_leaves_the_old_file(
+    fitted: SimpleCNAPSClassifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("old")
+
+    def failing(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", failing)
+    with pytest.raises(OSError, match="disk full"):
+        fitted.save(tmp_path / "a")
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_text() == "old"
+
+
+def test_files_that_are_no_saved_classifier_are_refused(fitted: SimpleCNAPSClassifier, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    fitted.save(good)
+    data = good.read_bytes()
+    bad = tmp_path / "bad"
+
+    def assert_refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            SimpleCNAPSClassifier.load(bad)
+
+    for content in (b"", b"text", data[:5], data[:200], data[:-1]):
+        bad.write_bytes(content)
+        assert_refused("not a safetensors file, or is damaged or cut short")
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    bad.write_bytes(flipped)
+    assert_refused("do not match their digest")
+    save_file({"a": torch.zeros(1)}, bad)
+    assert_refused("not one that SimpleCNAPSClassifier.save wrote")
+
+    with safe_open(good, "pt") as file:
+        metadata = file.metadata()
+    tensors, header = load_file(good), json.loads(metadata["classifier"])
+    save_file(tensors, bad, {**metadata, "classifier": json.dumps({**header, "version": 99})})
+    assert_refused("newer version .* upgrade")
+    save_file(tensors, bad, {**metadata, "classifier": "{"})
+    assert_refused("damaged header")
+    save_file(tensors, bad, {**metadata, "classifier": json.dumps({k: v for k, v in header.items() if k != "labels"})})
+    assert_refused("incomplete")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        SimpleCNAPSClassifier.load(tmp_path / "nowhere")
+
+
+# -------------------------------------------------------------------- earlier versions
+
+
+def as_version_1(path: Path) -> None:
+    """Rewrite a saved classifier as version 1 had it, after the description in saving.py."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        if name.startswith("film."):  # film.layers.<layer>.<block>.bn<1 or 2>.<gamma or beta>
+            _, _, layer, block, norm, kind = name.split(".")
+            name = f"film.{layer}.{block}.{kind}{norm[-1]}"
+        tensors[name] = tensor
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
+        digest.update(tensors[name].numpy().tobytes())
+    header = {**json.loads(metadata["classifier"]), "version": 1, "digest": digest.hexdigest()}
+    head = header["parameters"]["head"]
+    if isinstance(head, dict):
+        covariance = head["covariance"]
+        head["covariance"] = [covariance[name] for name in ("beta", "task_covariance", "one_shot_covariance")]
+    save_file(tensors, path, {**metadata, "classifier": json.dumps(header)})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"adapt": False, "unknown_label": "none"}, {"head": MahalanobisHead(RegularizedCovariance(2.0, False), 0.25)}],
+    ids=["adapted", "unadapted", "head object"],
+)
+def test_a_file_of_version_1_loads_and_answers_alike(
+    arguments: dict[str, Any], model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    classifier = SimpleCNAPSClassifier(model, precision="float32", **arguments).fit(support, SUPPORT_LABELS)
+    path = tmp_path / "old.safetensors"
+    classifier.save(path)
+    as_version_1(path)
+    with safe_open(path, "pt") as file:
+        assert ("film.3.1.beta2" in file.keys()) == classifier.adapt  # noqa: SIM118 (no mapping)
+    loaded = SimpleCNAPSClassifier.load(path, device="cpu")
+    assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
+    assert (loaded.predict(queries) == classifier.predict(queries)).all()
+    assert loaded.threshold_ == classifier.threshold_
