@@ -462,7 +462,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         write_onnx(self.model_, self.task_, path, self.classes_.tolist())
 
     def export_program(self, path: str | os.PathLike[str]) -> None:
-        """Write the adapted network and its fitted head as one ``torch.export`` program, in float32; ``path`` is *.pt2.
+        """Write the adapted network and its fitted head as one ``torch.export`` program, in float32, to a .pt2 file.
 
         It runs in PyTorch without this package: ``torch.export.load(path, extra_files).module()(images)`` gives the
         logits. Input, output and errors are those of :meth:`export_onnx`; the labels are the extra file "classes".

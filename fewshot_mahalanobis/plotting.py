@@ -83,8 +83,10 @@ def plot_task(
 
     Returns
     -------
-    support_axes, query_axes : arrays of Axes of shape (rows, images in the longest row)
+    support_axes : array of Axes of shape (rows, most shots)
         Those without an image are invisible.
+    query_axes : array of Axes of shape (rows, most queries in a row)
+        Likewise.
 
     Raises
     ------
