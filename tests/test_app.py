@@ -1,4 +1,4 @@
-"""The app: what it does, and the page in a real browser."""
+"""The app's command, and its page in a real browser."""
 
 from __future__ import annotations
 
@@ -18,137 +18,11 @@ from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis.app import UNKNOWN, Bench, make_page, serve
+from fewshot_mahalanobis.app import make_page, serve
+from fewshot_mahalanobis.bench import UNKNOWN
 from fewshot_mahalanobis.cli import app
 from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, list[str]]:
-    """Image files of the three classes that ``tiny_classifier`` knows."""
-    made: dict[str, list[str]] = {}
-    for index, (name, image) in enumerate(zip(LABELS, pictures(8, 1), strict=True)):
-        file = tmp_path / f"{index}.png"
-        Image.fromarray(image).save(file)
-        made.setdefault(name, []).append(str(file))
-    return made
-
-
-def in_order(files: dict[str, list[str]]) -> tuple[list[str], list[str]]:
-    return [file for group in files.values() for file in group], [name for name in files for _ in files[name]]
-
-
-def test_the_bench_fits_what_the_classifier_fits(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
-    for name, group in files.items():
-        assert bench.add(f" {name} ", group) == {}
-    assert bench.counts() == {"blue": 3, "green": 3, "red": 2}
-    direct = SimpleCNAPSClassifier(tiny_model(), device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 9).fit(
-        *in_order(files)
-    )
-    query = files["red"][0]
-    answer = bench.ask(query)
-    (row,) = direct.predict_proba([query])
-    assert answer.probabilities == pytest.approx(dict(zip(direct.classes_, row, strict=True)))
-    assert answer.label == max(answer.probabilities, key=answer.probabilities.get)
-    assert [UNKNOWN if answer.unknown else answer.label] == direct.predict([query]).tolist()
-
-
-def test_neighbours_are_the_nearest_support_images(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
-    for name, group in files.items():
-        bench.add(name, group)
-    paths, names = in_order(files)
-    query = files["green"][1]
-    answer = bench.ask(query)
-    assert bench.classifier is not None
-    features, (own,) = bench.classifier.transform(paths), bench.classifier.transform([query])
-    distances = [float(np.sqrt(((row - own) ** 2).sum())) for row in features]
-    nearest = np.argsort(distances)[: len(answer.neighbours)]
-    assert [n.label for n in answer.neighbours] == [names[i] for i in nearest]
-    assert [n.distance for n in answer.neighbours] == pytest.approx([distances[i] for i in nearest], abs=1e-5)
-    np.testing.assert_array_equal(answer.neighbours[0].picture, answer.picture)  # it is in the support set
-
-
-def test_files_that_cannot_be_read_are_named_and_the_others_used(files: dict[str, list[str]], tmp_path: Path) -> None:
-    (tmp_path / "notes.png").write_text("hello")
-    bench = Bench(tiny_model(), device="cpu")
-    problems = bench.add("blue", [*files["blue"], str(tmp_path / "notes.png")])
-    assert problems.keys() == {"notes.png"}
-    assert bench.counts() == {"blue": 3}
-    with pytest.raises(ValueError, match=r"Nothing was added. notes\.png: not an image file"):
-        bench.add("red", [str(tmp_path / "notes.png")])
-    bench.add("red", files["red"])
-    with pytest.raises(ValueError, match=r"notes\.png: not an image file"):
-        bench.ask(str(tmp_path / "notes.png"))
-    assert bench.counts() == {"blue": 3, "red": 2}
-
-
-def test_what_is_missing_is_said(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
-    for name, given, message in (
-        ("  ", files["red"], "name first"),
-        (UNKNOWN, files["red"], "another name"),
-        ("red", [], "pictures of “red” first"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            bench.add(name, given)
-    bench.add("red", files["red"])
-    with pytest.raises(ValueError, match="two classes"):
-        bench.ask(files["red"][0])
-    assert bench.save() is None
-
-
-def test_single_pictures_make_a_classifier_that_calls_nothing_unknown(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
-    for name, group in files.items():
-        bench.add(name, group[:1])
-    assert not bench.ask(files["red"][1]).unknown
-
-
-def test_removing_a_class_is_never_having_added_it(files: dict[str, list[str]]) -> None:
-    bench, without = Bench(tiny_model(), device="cpu"), Bench(tiny_model(), device="cpu")
-    for name, group in files.items():
-        bench.add(name, group)
-        if name != "green":
-            without.add(name, group)
-    bench.remove("green")
-    assert bench.counts() == without.counts()
-    assert bench.ask(files["red"][0]).probabilities == without.ask(files["red"][0]).probabilities
-    bench.remove("red")
-    assert bench.classifier is None
-
-
-def test_from_a_fitted_classifier_on_more_images_are_a_partial_fit(files: dict[str, list[str]]) -> None:
-    start = tiny_classifier(unknown_label=UNKNOWN, false_rejection_rate=0.2)
-    before = start.predict_proba(pictures(2, 5))
-    bench = Bench(start)
-    assert bench.counts() == {"blue": 3, "green": 3, "red": 2}
-    assert all(near.picture is None for near in bench.ask(files["red"][0]).neighbours)
-    bench.add("purple", files["blue"][:2])
-    expected = tiny_classifier(unknown_label=UNKNOWN, false_rejection_rate=0.2).partial_fit(
-        files["blue"][:2], ["purple"] * 2
-    )
-    (row,) = expected.predict_proba(files["red"][:1])
-    answer = bench.ask(files["red"][0])
-    assert answer.probabilities == pytest.approx(dict(zip(expected.classes_, row, strict=True)))
-    assert {near.label for near in answer.neighbours if near.picture is not None} <= {"purple"}
-    bench.remove("purple")
-    assert bench.classifier is start
-    np.testing.assert_array_equal(start.predict_proba(pictures(2, 5)), before)
-
-
-def test_classes_that_are_numbers_stay_numbers(files: dict[str, list[str]]) -> None:
-    start = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(4, 1), [3, 5, 3, 5])
-    bench = Bench(start)
-    bench.add("5", files["red"])
-    bench.add("8", files["blue"])
-    assert bench.classifier is not None
-    assert bench.classifier.classes_.tolist() == [3, 5, 8]
-    with pytest.raises(ValueError, match="whole numbers"):
-        bench.add("cat", files["green"])
-    assert bench.counts() == {"3": 2, "5": 4, "8": 3}
 
 
 def test_the_command_serves_a_checkpoint_or_a_model_file_on_this_machine_alone(
@@ -216,15 +90,25 @@ def teach(page: Page, name: str, files: list[str]) -> None:
     page.locator("#class-name").locator("input, textarea").first.fill(name)
     page.locator("#class-files input[type=file]").set_input_files(files)
     expect(page.locator("#class-files")).to_contain_text(Path(files[-1]).suffix)  # the list of uploaded files
-    page.get_by_role("button", name="Add to the class").click()
+    page.locator("#add").click()
 
 
-def ask(page: Page, file: str) -> None:
-    if (clear := page.locator("#query").get_by_label("Clear")).count():
-        clear.first.click()
-    page.locator("#query input[type=file]").set_input_files(file)
-    expect(page.locator("#query")).to_contain_text(Path(file).suffix)
-    page.get_by_role("button", name="Classify").click()
+def ask(page: Page, *files: str) -> None:
+    page.locator("#query input[type=file]").set_input_files(list(files))
+
+
+def expect_readable(page: Page) -> None:
+    for text in (
+        "#answers .said",
+        "#answers figcaption",
+        "#classes .class",
+        "#state .said",
+        "#doubt .said",
+        "h1",
+        "h2",
+    ):
+        assert contrast(page, text) >= 4.5, text
+    assert overflow(page) <= 0
 
 
 def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
@@ -234,10 +118,10 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
     broken = tmp_path / "broken.png"
     broken.write_bytes(Path(digits["three"][0]).read_bytes()[:60])
     taught = {name: digits[name][:5] for name in ("three", "seven", "nine")}
-    direct = SimpleCNAPSClassifier(device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 16).fit(
-        *in_order(taught)
-    )
-    (certain, odd), query = [digits["seven"][5], digits["one"][5]], digits["nine"][5]
+    support = [file for group in taught.values() for file in group], [name for name in taught for _ in range(5)]
+    direct = SimpleCNAPSClassifier(device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 16).fit(*support)
+    queries = [digits["nine"][5], digits["seven"][5], digits["one"][5]]
+    expected = direct.predict(queries).tolist()
 
     with chromium() as browser:
         page = browser.new_page(viewport=WIDE)
@@ -246,31 +130,37 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
         asked, errors = requests_of(page), []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(address)
-        classes, answer = page.locator("#classes"), page.locator("#answer")
-        expect(classes).to_contain_text("No class yet")
+        state, classes, answers = page.locator("#state"), page.locator("#classes"), page.locator("#answers")
+        expect(state).to_contain_text("No class yet")
         keep(page, "app-start", full_page=True)
 
+        # One picture is asked about before there is a class: it waits.
         teach(page, "three", [*taught["three"], str(broken)])
         expect(classes).to_contain_text("three 5")
-        expect(classes).to_contain_text("broken.png: ")
-        ask(page, query)
-        expect(answer).to_contain_text("two classes")
+        expect(state).to_contain_text("broken.png: ")
+        ask(page, queries[0])
+        expect(answers).to_contain_text("1 picture waits")
+        ask(page, str(broken))
+        expect(page.locator("#problem")).to_contain_text("broken.png: ")
         keep(page, "app-problem", full_page=True)
 
         teach(page, "seven", taught["seven"])
         expect(classes).to_contain_text("seven 5")
         teach(page, "nine", taught["nine"])
         expect(classes).to_contain_text("nine 5")
-        expect(classes).to_contain_text("Ready to classify")
-        for index, file in enumerate((query, certain, odd)):
-            ask(page, file)
-            (row,) = direct.predict_proba([file])
-            (label,) = direct.predict([file])
-            expect(answer.locator("strong")).to_have_text(label)
-            shown = page.locator("#probabilities").inner_text()
-            assert {f"{round(p * 100)}%" for p in row} <= set(re.findall(r"\d+%", shown))
-            expect(page.locator("#neighbours img")).to_have_count(6)
-            keep(page, f"app-answer-{index}", full_page=True)
+        expect(state).to_contain_text("Ready to classify")
+        (row,) = direct.predict_proba(queries[:1])
+        expect(answers.locator("strong")).to_have_text(expected[:1])
+        shown = answers.locator(".probabilities").inner_text()
+        assert {f"{round(p * 100)}%" for p in row} <= set(re.findall(r"\d+%", shown))
+        expect(answers.locator(".neighbours img")).to_have_count(6)
+        keep(page, "app-answer", full_page=True)
+
+        # Several at once are classified when they are dropped; the last one stands first.
+        ask(page, *queries[1:])
+        expect(answers.locator("strong")).to_have_text(expected[::-1])
+        answers.locator("summary").first.click()
+        expect(answers.locator(".neighbours img:visible")).to_have_count(6)
 
         with page.expect_download() as download:
             page.get_by_text("Download the model").click()
@@ -279,27 +169,80 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
         page.emulate_media(color_scheme="dark")
         page.wait_for_function("document.body.classList.contains('dark')")
         assert is_dark(page)
-        for text in ("#answer .said", "#classes .said", "#neighbours figcaption", "#classify", "h1", "h2"):
-            assert contrast(page, text) >= 4.5, text
+        expect_readable(page)
         keep(page, "app-dark", full_page=True)
         page.set_viewport_size(NARROW)
         page.wait_for_function("window.innerWidth < 400")
+        expect_readable(page)
         keep(page, "app-dark-narrow", full_page=True)
-        assert overflow(page) <= 0
         page.emulate_media(color_scheme="light")
         page.wait_for_function("!document.body.classList.contains('dark')")
-        for text in ("#answer .said", "#classes .said", "#neighbours figcaption", "#classify", "h1", "h2"):
-            assert contrast(page, text) >= 4.5, text
+        expect_readable(page)
         keep(page, "app-narrow", full_page=True)
 
+        # The picture it is least sure of is labelled; then one picture and one class are removed.
+        page.locator("#truth input").fill("one")
+        page.locator("#learn").click()
+        expect(classes).to_contain_text("one 1")
+        expect(answers.locator("strong")).to_have_count(2)
+        page.locator("#gallery button").first.click()
+        page.locator("#remove-picture").click()
+        expect(classes).to_contain_text("nine 4")
+        page.locator("#gallery button").first.click()
+        expect(page.locator("#remove-class")).to_contain_text("nine")
+        page.locator("#remove-class").click()
+        expect(classes).not_to_contain_text("nine")
+        page.locator("#clear").click()
+        expect(answers.locator("strong")).to_have_count(0)
+
     loaded = SimpleCNAPSClassifier.load(tmp_path / "classifier.safetensors", device="cpu")
-    queries = [query, certain, odd]
-    assert loaded.predict(queries).tolist() == direct.predict(queries).tolist()
+    assert loaded.predict(queries).tolist() == expected
     np.testing.assert_allclose(loaded.predict_proba(queries), direct.predict_proba(queries), rtol=1e-6)
     assert not errors
     local = ("http://127.0.0.1", "data:", "blob:")
     assert not [url for url in asked if not url.startswith(local)]  # no font, script or telemetry from elsewhere
     assert {*connections} <= {"127.0.0.1", "localhost", "::1"}
+
+
+def test_the_example_is_taught_and_asked_by_one_button(served: tuple[str, list[Any]]) -> None:
+    with chromium() as browser:
+        page = browser.new_page(viewport=WIDE)
+        page.set_default_timeout(300_000)
+        expect.set_options(timeout=300_000)
+        page.goto(served[0])
+        expect(page.locator("#state")).to_contain_text("No class yet")
+        page.locator("#example").click()
+        expect(page.locator("#answers strong")).to_have_count(4)
+        keep(page, "app-example", full_page=True)
+        page.set_viewport_size(NARROW)
+        page.wait_for_function("window.innerWidth < 400")
+        keep(page, "app-example-narrow", full_page=True)
+        # On a phone, asking is within two screens of the top, however many classes there are.
+        box = page.locator("#query").bounding_box()
+        assert box is not None
+        assert box["y"] + page.evaluate("window.scrollY") < 2 * NARROW["height"]
+
+
+def test_a_page_that_starts_with_queries_offers_one_for_review(tmp_path: Path) -> None:
+    for index, image in enumerate(pictures(4, 3)):
+        Image.fromarray(image).save(tmp_path / f"{index}.png")
+    page = make_page(tiny_classifier(), queries=[str(path) for path in sorted(tmp_path.iterdir())])
+    address = serve(page, wait=False)
+    try:
+        with chromium() as browser:
+            visit = browser.new_page(viewport=WIDE)
+            expect.set_options(timeout=120_000)
+            visit.goto(address)
+            expect(visit.locator("#answers strong")).to_have_count(4)
+            expect(visit.locator("#doubt")).to_contain_text("Say what it is")
+            keep(visit, "app-review", full_page=True)
+            visit.locator("#skip").click()
+            visit.locator("#truth input").fill("green")
+            visit.locator("#learn").click()
+            expect(visit.locator("#classes")).to_contain_text("green 4")
+            expect(visit.locator("#answers strong")).to_have_count(3)
+    finally:
+        page.close(verbose=False)
 
 
 def test_gradio_is_told_to_send_nothing() -> None:
