@@ -8,24 +8,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
-from PIL import Image
+from fewshot_mahalanobis.formats import REMEDIES, image_suffixes, starts_as_image
 
 __all__ = ["Found", "FoundClasses", "find_class_images", "find_images", "is_image_name", "load_folder"]
 
-#: Formats that Pillow registers but does not decode here.
-_UNREADABLE = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
-#: Formats that are told by their first bytes where a file's name says nothing.
-_SNIFFED = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "JPEG2000", "AVIF", "HEIF")
-_EXPORT = "export them as JPEG"
-_DECODER = f'pip install "fewshot-mahalanobis[formats]", or {_EXPORT}'
-#: What to do about pictures that cannot be read, by their kind.
-_REMEDIES = {
-    **dict.fromkeys(("HEIC", "HEIF", "HIF", "AVIF"), _DECODER),
-    **dict.fromkeys(("ARW", "CR2", "CR3", "DNG", "NEF", "ORF", "RAF", "RW2", "JXL", "EPS", "PS", "SVG"), _EXPORT),
-}
 #: What macOS, Windows, network drives and Jupyter leave behind, in lower case.
 _JUNK = {
     *(".ds_store", "icon\r", ".spotlight-v100", ".trashes", ".trash", ".fseventsd", ".temporaryitems", "__macosx"),
@@ -183,18 +171,6 @@ def is_image_name(name: str) -> bool:
     return path.suffix.lower() in image_suffixes() and not any(map(_is_junk, path.parts))
 
 
-@cache
-def image_suffixes() -> frozenset[str]:
-    """Extensions of the formats that can be read here, in lower case with their dots."""
-    readable = {*_registered_formats(), "MPO"} - _UNREADABLE  # MPO is opened as JPEG
-    return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in readable)
-
-
-def _registered_formats() -> list[str]:
-    Image.init()
-    return list(Image.OPEN)
-
-
 def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
     """Yield the files below a folder, each with None for an image and else the kind that it is ignored as."""
     unreadable = list[OSError]()
@@ -222,18 +198,9 @@ def _kind(file: Path) -> str | None:
     if suffix in image_suffixes():
         return None
     # A camera's raw file starts as a TIFF, but one of a thumbnail.
-    if suffix[1:].upper() not in _REMEDIES and _starts_as_image(file):
+    if suffix[1:].upper() not in REMEDIES and starts_as_image(file):
         return None
     return f"{suffix[1:].upper()} file" if suffix else "file without an extension"
-
-
-def _starts_as_image(file: Path) -> bool:
-    known = [name for name in _SNIFFED if name in _registered_formats()]
-    try:
-        with file.open("rb") as opened, Image.open(opened, formats=known):
-            return True
-    except Exception:  # Pillow's readers raise a dozen unrelated types
-        return False
 
 
 def _listed(ignored: Counter[str]) -> str:
@@ -242,7 +209,7 @@ def _listed(ignored: Counter[str]) -> str:
 
 
 def _counted(kind: str, number: int) -> str:
-    remedy = _REMEDIES.get(kind.removesuffix(" file"))
+    remedy = REMEDIES.get(kind.removesuffix(" file"))
     words = _PLURALS.get(kind, f"{kind}s") if number > 1 else kind
     return f"{number} {words}" + (f" ({remedy})" if remedy else "")
 

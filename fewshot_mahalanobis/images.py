@@ -1,17 +1,16 @@
-"""Whatever a user calls an image, as the tensor the network reads.
+"""Images of any kind as the tensors that the network reads.
 
 A collection of images is any of
 
-- a list of file paths (``str`` or ``Path``), of PIL images, of arrays (h, w, 3) or (h, w), of tensors
-  (3, h, w) or (1, h, w), or of all of them mixed, each of its own size; a one-dimensional array or a
-  pandas Series of such items serves as well;
+- a list of file paths (``str`` or ``Path``), PIL images, arrays (h, w, 3) or (h, w), tensors (3, h, w) or
+  (1, h, w), or a mixture, each of its own size; a one-dimensional array or a pandas Series of such items too;
 - an array (n, h, w, 3) or (n, h, w), or a tensor (n, 3, h, w) or (n, 1, h, w): uint8, bool, or float
   in [0, 1].
 
-Every image takes one road: 8-bit RGB, then Pillow's antialiased bilinear resize to a square, aspect not
-kept, as in Meta-Dataset (Triantafillou et al., ICLR 2020). So the same picture gives the same tensor
-whether it comes as a path, a PIL image, an array or a tensor. Floats are rounded to the 8 bits that the
-network was trained on. Colour profiles are not applied, as in the data sets it was trained on.
+Every image is converted to 8-bit RGB and resized to a square by Pillow's antialiased bilinear filter, without keeping
+its aspect, as in Meta-Dataset (Triantafillou et al., ICLR 2020). So the same picture gives the same tensor as a path,
+a PIL image, an array or a tensor. Floats are rounded to the 8 bits that the network was trained on. Colour profiles are
+not applied, as in its training.
 """
 
 from __future__ import annotations
@@ -33,28 +32,30 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from tqdm.auto import tqdm
 
-#: What the last axis of an array image may hold: grey, RGB, or RGB with opacity.
+from fewshot_mahalanobis.formats import open_image
+
+#: Channels of an array image: grey, RGB, or RGB with opacity.
 _CHANNELS = (1, 3, 4)
-#: Decoding threads that ``n_jobs=None`` stands for at most.
+#: Most decoding threads for ``n_jobs=None``.
 MAX_DEFAULT_THREADS = 4
-#: Parts that a thread gets of a batch, one after another.
+#: A batch is divided into this many parts for each thread.
 _SHARES = 4
-#: Most pixels of an image (Pillow's own limit, which other code may lift for the whole process) and its longest side
-#: (a JPEG's; the first pass of a resize has the new width and the old height, so a thin image would grow in it).
+#: Most pixels of an image (Pillow's own limit, which other code may change for the whole process) and its longest side
+#: (JPEG's: the first pass of a resize has the new width and the old height, so a thin image would need much memory).
 MAX_PIXELS, MAX_SIDE = 178_956_970, 65_535
-#: How far a float may lie outside [0, 1] through rounding alone.
+#: Tolerance for floats just outside [0, 1].
 _ROUNDING = 1e-6
 
 
 class ImageError(ValueError):
-    """An image, or a collection of them, that cannot be used: the message names it and the remedy."""
+    """An image, or a collection of images, cannot be used: the message names it and the remedy."""
 
 
 def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
     """One image as uint8 RGB of shape (size, size, 3).
 
-    The EXIF orientation is applied; transparent pixels are laid on white; 16-bit grey is scaled to
-    8 bits over its full range. Of a file with several frames the current one is taken.
+    The EXIF orientation is applied, transparent pixels become white, and 16-bit grey is scaled to 8 bits over its full
+    range. Of a file with several frames the current one is taken.
 
     Parameters
     ----------
@@ -68,11 +69,11 @@ def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
     ImageError
         The image has no pixels or too many, is Encapsulated PostScript, or has values outside its range.
     Exception
-        What Pillow raises, of many types, where the file behind a lazily opened image is damaged.
+        Of many types, from Pillow, if the file behind a lazily opened image is damaged.
     """
     check_header(image)
-    image.load()  # some formats tell the orientation after the pixels
-    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # else a copy would come back
+    image.load()  # some formats have the orientation after the pixels
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # exif_transpose always copies
         image = ImageOps.exif_transpose(image)
     rgb = _to_rgb(image)
     if rgb.size != (size, size):
@@ -83,30 +84,30 @@ def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
 def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDArray[np.uint8]:
     """One image file as uint8 RGB of shape (size, size, 3).
 
-    Its format is told by its contents, whatever its name says; of several frames the first is taken.
+    The format is recognised by the contents, whatever the name; of several frames the first is taken.
 
     Parameters
     ----------
     file : path, or binary file that can seek
-        A pipe is refused, not waited on.
+        A pipe is refused, as it could block.
     size : int
         Side of the square, in pixels.
 
     Raises
     ------
     ImageError
-        It cannot be read, is no image file that Pillow knows, damaged, cut short, or refused by
-        :func:`to_square_array`. The message does not name it.
+        It cannot be read, is no image, needs a decoder that is not installed, is damaged or cut short, or is refused
+        by :func:`to_square_array`. The message does not name the file.
     """
     try:
         if isinstance(file, str | os.PathLike):
             problem = _path_problem(file)
             if problem is not None:
                 raise ImageError(problem)
-            # The handle is ours because Pillow maps some files given by name, and a map hides a short file.
+            # Opened here because Pillow memory-maps some files given by name, which hides that a file is cut short.
             with Path(os.fsdecode(file)).open("rb") as opened:
                 return read_square_array(opened, size)
-        with Image.open(file) as image:
+        with open_image(file, MAX_PIXELS) as image:
             return to_square_array(image, size)
     except MemoryError:
         raise
@@ -123,23 +124,22 @@ def read_or_reason(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDArra
 
 
 def to_network_range(images: Tensor) -> Tensor:
-    """Pixels from 0 to 255, of any type and shape -> float32 in [-1, 1], the range that the network reads."""
+    """Pixels from 0 to 255, of any type and shape -> float32 in [-1, 1]."""
     return images.to(torch.float32, copy=True).div_(127.5).sub_(1)
 
 
 class ImageBatches:
     """A collection of images as float32 batches (b, 3, size, size) in [-1, 1], decoded in threads.
 
-    What can be told without reading pixels is checked at once, missing files included; the rest when an
-    image's turn comes. No more than two batches are in memory, the one in use and the next. They are channels_last
-    and on the CPU; iterating again decodes again.
+    Files that are missing, shapes and types are checked at once, the rest when an image is decoded. At most two batches
+    are in memory, the one in use and the next. They are channels_last and on the CPU; iterating again decodes again.
 
     Parameters
     ----------
     images : collection of images
-        See the head of this module.
+        As listed at the top of this module.
     size : int
-        Side of the square that every image is resized to, in pixels.
+        Side of the squares, in pixels.
     batch_size : int, default=64
     n_jobs : int, optional
         Decoding threads, counted as scikit-learn does (-1: all cores). Default: the usable cores, at
@@ -156,9 +156,9 @@ class ImageBatches:
     Raises
     ------
     ImageError
-        From the constructor: not a collection, an empty one, an item that is no image, a missing file,
-        a wrong shape or dtype. From the iteration: a file that cannot be decoded to its end, NaN, a
-        float outside [0, 1]. The message names the item.
+        From the constructor: not a collection, an empty one, an item that is no image, a missing file, a wrong shape
+        or dtype. From the iteration: a file that cannot be decoded to its end, NaN, a float outside [0, 1]. The message
+        names the item.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class ImageBatches:
         try:
             for start in range(0, self.n_images, self.batch_size):
                 batch = range(start, min(start + self.batch_size, self.n_images))
-                # A few images at a time: handing over each by itself costs a quarter of decoding a small one.
+                # Several images a task: submitting one by one takes a quarter of the time of decoding a small image.
                 share = -(-len(batch) // (_SHARES * self.n_threads))
                 shares = [batch[i : i + share] for i in range(0, len(batch), share)]
                 waiting.append([pool.submit(_decode, self._images, part, self.size, lock) for part in shares])
@@ -224,7 +224,7 @@ def _normalised(shares: list[Future[NDArray[np.uint8]]]) -> Tensor:
 
 
 def _checked(images: Any) -> Sequence[Any]:
-    """Make every check that needs no pixels, and return the collection as something to index."""
+    """Check everything that needs no pixels, and return the collection as a sequence."""
     if isinstance(images, Image.Image | str | os.PathLike):
         if isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112 (pathlib raises for some)
             raise ImageError(f"{str(images)!r} is a folder: pass the list of its image files")
@@ -278,7 +278,7 @@ def _item_problem(item: Any) -> str | None:
 
 
 def _path_problem(path: str | os.PathLike[Any]) -> str | None:
-    """Say why a path is no readable file, if so, without opening it: a pipe would be waited on."""
+    """Why a path is no readable file, or None; without opening it, as a pipe would block."""
     try:
         status = os.stat(path)  # noqa: PTH116 (takes names in bytes too)
     except FileNotFoundError:
@@ -293,7 +293,7 @@ def _path_problem(path: str | os.PathLike[Any]) -> str | None:
 
 
 def check_header(image: Image.Image) -> None:
-    """Refuse an image by what its header says, before its pixels cost memory or time."""
+    """Refuse an image by its header, before its pixels cost memory or time."""
     if image.format == "EPS":
         raise ImageError("Encapsulated PostScript is a program, to be run by Ghostscript: convert it to PNG first")
     problem = _size_problem(*image.size)
@@ -313,7 +313,7 @@ def _size_problem(width: int, height: int) -> str | None:
 
 
 def _array_problem(shape: tuple[int, ...], dtype: np.dtype[Any] | torch.dtype, channels_first: bool) -> str | None:
-    """Say what is wrong with the shape or dtype of one image, if anything."""
+    """What is wrong with the shape or dtype of one image, or None."""
     wanted = "(3, h, w) or (1, h, w)" if channels_first else "(h, w, 3) or (h, w)"
     if len(shape) not in (2, 3):
         return f"an image of shape {shape} is not {wanted}"
@@ -340,7 +340,7 @@ def _array_problem(shape: tuple[int, ...], dtype: np.dtype[Any] | torch.dtype, c
 
 
 def _describe(item: Any) -> str:
-    """How a message names an item: the path where there is one, else its type."""
+    """Name of an item in a message: its path if it has one, else its type."""
     if isinstance(item, str | os.PathLike):
         return repr(os.fspath(item))
     name = getattr(item, "filename", "") if isinstance(item, Image.Image) else ""
@@ -356,13 +356,13 @@ def _decode_one(images: Sequence[Any], index: int, size: int, lock: Lock) -> NDA
     """Image ``index`` as uint8 RGB (size, size, 3)."""
     item = images[index]
     if isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.shape == (size, size, 3):
-        return item  # as it would leave Pillow again
+        return item  # resizing would not change it
     try:
         if isinstance(item, str | os.PathLike):
             return read_square_array(item, size)
         if isinstance(item, Image.Image):
             check_header(item)
-            with lock:  # the same lazily opened image may stand in the list twice, and loading is not thread-safe
+            with lock:  # the same lazily opened image may be in the list twice, and loading is not thread-safe
                 item.load()
             return to_square_array(item, size)
         return to_square_array(_array_to_pil(item), size)
@@ -373,16 +373,16 @@ def _decode_one(images: Sequence[Any], index: int, size: int, lock: Lock) -> NDA
 
 
 def _reason(error: Exception) -> str:
-    """What an error of reading one image says to the user."""
+    """Message for the user about an error of reading one image."""
     if isinstance(error, ImageError):
         return str(error)
     if isinstance(error, Image.UnidentifiedImageError):
-        return "not an image file that Pillow knows"
+        return str(error)
     if isinstance(error, Image.DecompressionBombError):
         return f"it has too many pixels: {error} Scale it down first"
     if isinstance(error, PermissionError):
         return f"it cannot be read: {error.strerror}"
-    # Pillow's decoders raise a dozen unrelated types on a damaged file, some without a word.
+    # Pillow's decoders raise a dozen unrelated types on a damaged file, some without a message.
     return f"it cannot be decoded, is it damaged? {str(error) or type(error).__name__}"
 
 
@@ -394,7 +394,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     elif image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _array_to_pil(image: NDArray[Any] | Tensor) -> Image.Image:

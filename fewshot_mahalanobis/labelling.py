@@ -161,4 +161,5 @@ def read_chunks(paths: Sequence[Path], size: int, description: str) -> Iterator[
 def _check(problems: dict[Path, str], total: int, skip_errors: bool) -> None:
     if problems and (not skip_errors or len(problems) == total):
         remedy = "" if skip_errors else ": mend or remove them, or leave them out with --skip-errors"
-        raise UnreadableImages(f"{len(problems)} of {total} images cannot be read{remedy}", problems)
+        images = "1 image" if total == 1 else f"{total} images"
+        raise UnreadableImages(f"{len(problems)} of {images} cannot be read{remedy}", problems)

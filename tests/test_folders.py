@@ -7,11 +7,11 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from fewshot_mahalanobis.folders import find_class_images, find_images, image_suffixes, is_image_name, load_folder
+from fewshot_mahalanobis import folders, formats
+from fewshot_mahalanobis.folders import find_class_images, find_images, is_image_name, load_folder
 from fewshot_mahalanobis.images import read_square_array
 from tests.tiny import pictures
 
@@ -45,13 +45,6 @@ def test_an_extension_in_any_case_is_found_and_read(root: Path, suffix: str) -> 
     assert read_square_array(file, 8).shape == (8, 8, 3)
 
 
-@pytest.mark.parametrize("suffix", sorted({".avif", ".heic"} & image_suffixes()))
-def test_a_format_with_a_decoder_is_found_and_read(root: Path, suffix: str) -> None:
-    file = draw(root / "cat" / f"new{suffix}")
-    assert file in load_folder(root)[0]
-    assert read_square_array(file, 8).shape == (8, 8, 3)
-
-
 def test_an_image_is_told_by_its_first_bytes_where_its_name_says_nothing(root: Path) -> None:
     found = [shutil.copy(root / "cat" / "2.png", root / "cat" / name) for name in ("no extension", "2.png.backup")]
     assert {Path(file) for file in found} <= {*load_folder(root)[0]}
@@ -68,7 +61,7 @@ def test_junk_of_operating_systems_is_left_out_without_a_word(root: Path, recwar
 
 
 def test_everything_else_that_is_left_out_is_said_by_kind_and_number(root: Path) -> None:
-    for name in ("cat/a.mp4", "dog/b.MP4", "cat/notes.txt", "dog/README", "dog/1.heif", "cat/1.CR2"):
+    for name in ("cat/a.mp4", "dog/b.MP4", "cat/notes.txt", "dog/README", "dog/1.jxl", "cat/1.CR2"):
         (root / name).write_text("not a picture")
     draw(root / "loose.png")
     (root / "cat" / "gone.png").symlink_to(root / "nowhere.png")
@@ -81,7 +74,7 @@ def test_everything_else_that_is_left_out_is_said_by_kind_and_number(root: Path)
     assert found.ignored == Counter(
         {
             "MP4 file": 2,
-            **dict.fromkeys(("TXT file", "file without an extension", "CR2 file", "CSV file", "HEIF file"), 1),
+            **dict.fromkeys(("TXT file", "file without an extension", "CR2 file", "CSV file", "JXL file"), 1),
             **dict.fromkeys(("broken link", "link to a folder", "pipe, socket or device"), 1),
             "image outside the class folders": 1,
         }
@@ -104,9 +97,9 @@ def test_links_to_files_and_to_class_folders_are_followed(root: Path, tmp_path: 
     assert Counter(labels) == {"cat": 3, "dog": 2, "horse": 2}
 
 
-def test_a_folder_of_nothing_but_heic_says_what_to_install(tmp_path: Path) -> None:
-    if ".heic" in image_suffixes():
-        pytest.skip("HEIC can be read here")
+def test_a_folder_of_nothing_but_heic_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "heif_decoder", lambda: None)
+    monkeypatch.setattr(folders, "image_suffixes", formats.image_suffixes.__wrapped__)
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         for index in range(3):
@@ -139,11 +132,3 @@ def test_one_file_is_taken_whatever_its_name(root: Path) -> None:
 def test_names_of_images() -> None:
     assert all(map(is_image_name, ("a.png", "a/b.JPG", "b.webp")))
     assert not any(map(is_image_name, ("a.txt", "a", "._a.png", "__MACOSX/cat/a.png", "a.pdf", "a.mpg")))
-
-
-def test_every_extension_of_the_list_is_of_a_format_that_pillow_reads() -> None:
-    Image.init()
-    formats = {Image.registered_extensions()[suffix] for suffix in image_suffixes()}
-    assert formats <= {*Image.OPEN, "MPO"}
-    assert {"JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM"} <= formats
-    assert np.all([suffix == suffix.lower() for suffix in image_suffixes()])

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from fewshot_mahalanobis.images import check_header, to_square_array
+from fewshot_mahalanobis.formats import open_image
+from fewshot_mahalanobis.images import MAX_PIXELS, check_header, to_square_array
 
 #: Maximum size of a zip member in bytes: the largest accepted image, uncompressed (178,956,970 pixels x 3).
 _MAX_MEMBER_SIZE = 2**29
@@ -140,7 +141,7 @@ class ImageFiles:
     def __call__(self, index: int) -> Image.Image:
         """Image ``index``, decoded."""
         # Pillow memory-maps some files that it opens by name, which hides truncation, so open it here.
-        with (self.root / os.fsdecode(self.names[index])).open("rb") as file, Image.open(file) as image:
+        with (self.root / os.fsdecode(self.names[index])).open("rb") as file, open_image(file, MAX_PIXELS) as image:
             check_header(image)
             image.load()
             whole: Image.Image = image
@@ -168,7 +169,7 @@ class ZipMembers:
         """Image ``index``, decoded."""
         if self._opened is None or self._opened[0] != os.getpid():  # forked processes share the file position
             self._opened = os.getpid(), zipfile.ZipFile(self.path)
-        image = Image.open(io.BytesIO(_member(self._opened[1], self.names[index].decode())))
+        image = open_image(io.BytesIO(_member(self._opened[1], self.names[index].decode())), MAX_PIXELS)
         check_header(image)
         image.load()
         return image

@@ -480,7 +480,7 @@ def archive_of(path: Path, content: bytes, method: int, claim: int | None = None
     [
         (zipfile.ZIP_DEFLATED, 2**29 + 1, "it claims 536870913 bytes"),
         (zipfile.ZIP_DEFLATED, 100, "CRC-32"),
-        (zipfile.ZIP_DEFLATED, 0, "cannot identify"),
+        (zipfile.ZIP_DEFLATED, 0, "not an image file"),
         (zipfile.ZIP_STORED, 2**32 - 2, "it claims 4294967294 bytes"),
         (zipfile.ZIP_BZIP2, 100, "can expand without bound: deflate it"),
         (zipfile.ZIP_LZMA, 100, "can expand without bound: deflate it"),

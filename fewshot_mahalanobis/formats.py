@@ -1,0 +1,110 @@
+"""Image formats: the one list that holds for a file given by name and for files found in folders.
+
+Pillow reads most of them. HEIC is read by pillow-heif where that is installed (``pip install
+"fewshot-mahalanobis[formats]"``); it is not registered with Pillow, so other code sees no difference.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO
+
+from PIL import Image, UnidentifiedImageError
+
+#: Formats that Pillow registers but does not decode: programs, films, containers whose decoder it lacks.
+_UNREADABLE = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+_HEIF_SUFFIXES = {".heic", ".heif", ".hif"}
+#: Formats that are recognised by their first bytes if a file's name says nothing.
+_SNIFFED = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "JPEG2000", "AVIF")
+#: Brands in the header of an ISO media file, by the format that they stand for.
+_BRANDS = {
+    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
+    **dict.fromkeys((b"avif", b"avis"), "AVIF"),
+}
+_EXPORT = "export them as JPEG"
+_DECODER = f'pip install "fewshot-mahalanobis[formats]", or {_EXPORT}'
+#: What to do about images that cannot be read, by the kind that an extension names.
+REMEDIES = {
+    **dict.fromkeys(("HEIC", "HEIF", "HIF", "AVIF"), _DECODER),
+    **dict.fromkeys(("ARW", "CR2", "CR3", "DNG", "NEF", "ORF", "RAF", "RW2", "JXL", "EPS", "PS", "SVG"), _EXPORT),
+}
+
+
+@cache
+def image_suffixes() -> frozenset[str]:
+    """Extensions of the formats that can be read here, in lower case with their dots."""
+    readable = {*_pillow_formats(), "MPO"} - _UNREADABLE  # MPO is opened as JPEG
+    suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in readable}
+    return frozenset(suffixes | (_HEIF_SUFFIXES if heif_decoder() else set()))
+
+
+def starts_as_image(file: Path) -> bool:
+    """Whether the first bytes of a file are those of a common format that can be read here."""
+    known = [name for name in _SNIFFED if name in _pillow_formats()]
+    try:
+        with file.open("rb") as opened:
+            if _media_format(opened) == "HEIC":
+                return heif_decoder() is not None
+            Image.open(opened, formats=known)
+            return True
+    except Exception:  # Pillow's readers raise a dozen unrelated types
+        return False
+
+
+def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
+    """Open an image file by its contents. Formats of Pillow's own are decoded later, HEIC at once.
+
+    Parameters
+    ----------
+    file : binary file that can seek
+    max_pixels : int
+        Larger HEIC images are refused.
+
+    Raises
+    ------
+    PIL.UnidentifiedImageError
+        It is no image, or needs a decoder that is not installed; the message says which.
+    PIL.Image.DecompressionBombError
+        It has too many pixels.
+    Exception
+        Of many types, if the file is damaged.
+    """
+    try:
+        return Image.open(file)
+    except UnidentifiedImageError as error:
+        name = _media_format(file)
+        decoder = heif_decoder()
+        if name == "HEIC" and decoder is not None:
+            heif = decoder.open_heif(file)
+            width, height = heif.size
+            if width * height > max_pixels:
+                raise Image.DecompressionBombError(f"{width} x {height}.") from None
+            image: Image.Image = heif.to_pillow()
+            return image
+        if name is None:
+            raise UnidentifiedImageError("not an image file that Pillow knows") from error
+        raise UnidentifiedImageError(f"{name} images need a decoder: {REMEDIES[name]}") from error
+
+
+def heif_decoder() -> ModuleType | None:
+    """``pillow_heif`` if it is installed."""
+    try:
+        import pillow_heif
+    except ImportError:
+        return None
+    return pillow_heif  # type: ignore[no-any-return]
+
+
+def _pillow_formats() -> list[str]:
+    Image.init()
+    return list(Image.ID)
+
+
+def _media_format(file: BinaryIO) -> str | None:
+    """HEIC or AVIF by the brand in a file's first box; the file is left at its start."""
+    file.seek(0)
+    start = file.read(12)
+    file.seek(0)
+    return _BRANDS.get(start[8:12]) if start[4:8] == b"ftyp" else None
