@@ -10,6 +10,7 @@ by one vector takes longer than to multiply.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.gaussians.inputs import full_precision
 from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.recompute import recomputed
 from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set
 
@@ -130,16 +132,18 @@ class AutoregressiveFilmGenerator(FilmGenerator):
     ) -> Film:
         """Z (64,), support images (n, 3, h, w) and the frozen network -> FiLM parameters.
 
-        The support set passes through the network one layer at a time: the statistics that condition a
-        layer are means over the whole set, so they do not depend on ``chunk_size``.
+        The support set passes through the network one layer at a time: a layer is conditioned on means over the whole
+        set, so ``chunk_size`` only bounds memory (with gradients, activations are then computed again).
         """
-        film = Film({})
-        maps = [extractor.stem(chunk) for chunk in support_images.split(chunk_size or len(support_images))]
+        film, size = Film({}), chunk_size or len(support_images)
+        in_bounded_memory = torch.is_grad_enabled() and size < len(support_images)
+        maps = [extractor.stem(chunk) for chunk in support_images.split(size)]
         for index, layer in enumerate(self.layers):
             activations = torch.cat([chunk.float().mean(dim=(2, 3)) for chunk in maps])
             with full_precision(z):
                 new = {f"layers.{index}.{name}": vectors for name, vectors in layer(z, activations).items()}
             film = Film({**film, **new})
             if index + 1 < len(self.layers):
-                maps = [extractor.layer(index, chunk, film) for chunk in maps]
+                step = partial(recomputed, extractor.layer) if in_bounded_memory else extractor.layer
+                maps = [step(index, chunk, film) for chunk in maps]
         return film

@@ -23,10 +23,10 @@ from sklearn.base import clone
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance, SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.gaussians.choose import choose_settings
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.checkpoints import CheckpointError
 from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+from fewshot_mahalanobis.gaussians.choose import choose_settings
+from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.heads import EuclideanHead
 from tests.checkpoints.checkpoint_server import Hub, hub_on_this_machine
 

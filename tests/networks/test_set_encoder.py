@@ -100,6 +100,42 @@ def test_gradients_reach_every_parameter(encoder):
     )
 
 
+@pytest.mark.parametrize("chunk_size", [None, 1, 3])
+@pytest.mark.parametrize("size", [40, 33])
+def test_gradients_are_those_of_the_definition_whatever_the_chunk(encoder, chunk_size, size):
+    support = images(7, size).requires_grad_()
+    inputs = [
+        support,
+        *(p for name, p in encoder.named_parameters() if name.split(".")[-1] == "weight" or "norms" in name),
+    ]
+    weights = torch.randn(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.autograd.grad((plain(encoder, support) * weights).sum(), inputs)
+    found = torch.autograd.grad((encoder(support, chunk_size).double() * weights).sum(), inputs)
+    for ours, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, wanted.to(ours.dtype), rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_chunks_bound_what_is_held_for_the_gradient(encoder):
+    held = {}
+
+    def keep(x):
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        z = encoder(images(24), 4)
+    pooled = 24 * 64 * 4 * sum(side**2 for side in (20, 10, 5, 2, 1))
+    assert sum(held.values()) < 24 * 3 * 40 * 40 * 4 + 2.5 * pooled  # a layer's pooled maps, normalised or not
+    z.sum().backward()
+
+
+def test_in_bfloat16_no_bit_depends_on_the_order_or_the_chunks(encoder):
+    support = images(9).bfloat16().contiguous(memory_format=torch.channels_last)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = encoder(support)
+        assert all(torch.equal(encoder(support.flip(0), size), expected) for size in (1, 2, 4))
+
+
 def test_images_below_32_pixels_are_refused(encoder):
     with pytest.raises(ValueError, match="at least 32 x 32"):
         encoder(images(2, 31))
