@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fewshot_mahalanobis import __version__
-from fewshot_mahalanobis.cli_options import Device, SkipErrors, clear_errors, report_skipped
+from fewshot_mahalanobis.cli_options import (
+    Checkpoint,
+    Device,
+    SkipErrors,
+    check_output,
+    clear_errors,
+    number_of,
+    report_skipped,
+)
 from fewshot_mahalanobis.cli_training import data_app, evaluate, meta_train, pretrain
 
 app = typer.Typer(
@@ -26,7 +35,11 @@ checkpoints_app = typer.Typer(help="The named checkpoints: pretrained models tha
 app.add_typer(checkpoints_app, name="checkpoints")
 app.add_typer(data_app, name="data")
 
-# Every command imports what it needs when it runs: --help answers without loading PyTorch.
+Model = Annotated[Path, typer.Argument(help="File written by `fit`.")]
+Images = Annotated[list[Path], typer.Argument(help="Images, or folders that are searched for images.")]
+
+# Every command imports what it needs when it runs, after what can be checked without: --help answers and typing
+# errors are reported without loading PyTorch.
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,7 +61,7 @@ def main(
 def demo(
     picture: Annotated[Path, typer.Option("--picture", "-o", help="PNG to write.")] = Path("fewshot_demo.png"),
     tasks: Annotated[int, typer.Option(min=2, help="Random tasks to average over.")] = 40,
-    checkpoint: Annotated[str, typer.Option(help="Name, folder or Hub repository.")] = "default",
+    checkpoint: Checkpoint = "default",
 ) -> None:
     """Classify real handwritten digits from five examples each, and compare with plain baselines.
 
@@ -57,6 +70,7 @@ def demo(
     from fewshot_mahalanobis.demo import run_demo
 
     with clear_errors():
+        check_output(picture)
         run_demo(picture, checkpoint=checkpoint, tasks=tasks, say=typer.echo)
 
 
@@ -69,7 +83,13 @@ def fit(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write the fitted classifier to.")],
-    checkpoint: Annotated[str, typer.Option(help="Name, folder or Hub repository.")] = "default",
+    checkpoint: Checkpoint = "default",
+    backbone: Annotated[
+        str | None,
+        typer.Option(
+            help="Pretrained network of timm instead of a checkpoint, not adapted; for example resnet18.a1_in1k."
+        ),
+    ] = None,
     head: Annotated[
         str, typer.Option(help="How classes are compared: mahalanobis, euclidean, manhattan, cosine or dot_product.")
     ] = "mahalanobis",
@@ -95,13 +115,18 @@ def fit(
 
         fewshot-mahalanobis fit photos/ -o flowers.safetensors --unknown-label "no flower"
     """
-    from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-    from fewshot_mahalanobis.labelling import fit_files
-
     with clear_errors():
+        check_output(output)
+        if backbone is not None and checkpoint != "default":
+            raise ValueError("--checkpoint and --backbone exclude each other: both name the network")
         paths, labels = _labelled_files(support)
+
+        from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+        from fewshot_mahalanobis.labelling import fit_files
+        from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+
         classifier = SimpleCNAPSClassifier(
-            checkpoint,
+            checkpoint if backbone is None else SimpleCNAPS.from_backbone(backbone),
             head=head,
             adapt=adapt,
             device=device,
@@ -117,8 +142,8 @@ def fit(
 
 @app.command()
 def predict(
-    model: Annotated[Path, typer.Argument(help="File written by `fit`.")],
-    images: Annotated[list[Path], typer.Argument(help="Images, or folders that are searched for images.")],
+    model: Model,
+    images: Images,
     as_csv: Annotated[bool, typer.Option("--csv/--json", help="Format of the output.")] = True,
     proba: Annotated[bool, typer.Option("--proba", help="Add the probability of each class.")] = False,
     top_k: Annotated[
@@ -186,9 +211,65 @@ def _image_files(given: list[Path]) -> list[Path]:
     return paths
 
 
+@app.command()
+def sort(
+    model: Model,
+    images: Images,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the sorted images; made if absent.")],
+    link: Annotated[bool, typer.Option("--link/--copy", help="Make links instead of copies.")] = False,
+    min_probability: Annotated[
+        float, typer.Option(min=0, max=1, help="Images less probable than this go to the folder `unsure`.")
+    ] = 0.5,
+    skip_errors: SkipErrors = False,
+    device: Device = "auto",
+) -> None:
+    """Sort images into a folder for each class. The images themselves stay where they are.
+
+    The table sorted.csv in the output folder says what went where; `unsort` undoes it.
+
+    For example:
+
+        fewshot-mahalanobis sort flowers.safetensors holiday/ -o sorted/
+
+        fewshot-mahalanobis unsort sorted/
+    """
+    with clear_errors():
+        check_output(output, folder=True)
+        paths = _image_files(images)
+
+        from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+        from fewshot_mahalanobis.sorting import TABLE, sort_files
+
+        classifier = SimpleCNAPSClassifier.load(model, device=device)
+        rows, skipped = sort_files(
+            classifier, paths, output, link=link, min_probability=min_probability, skip_errors=skip_errors
+        )
+    counts = Counter(Path(row.sorted_as).parent.name for row in rows)
+    listed = f" ({', '.join(f'{name} {count}' for name, count in sorted(counts.items()))})" if counts else ""
+    typer.echo(f"{output}: {number_of(len(rows), 'image')} sorted{listed}, table {output / TABLE}")
+    report_skipped(skipped, len(paths))
+
+
+@app.command()
+def unsort(
+    output: Annotated[Path, typer.Argument(help="Folder that `sort` made, or the table in it.")],
+) -> None:
+    """Undo `sort`: remove its links, and the copies whose originals are unchanged.
+
+    Example: fewshot-mahalanobis unsort sorted/
+    """
+    from fewshot_mahalanobis.sorting import undo_sorting
+
+    with clear_errors():
+        kept = undo_sorting(output)
+    for path in kept:
+        typer.echo(f"kept {path}: it or its original was changed or moved")
+    typer.echo(f"{output}: undone" + (f" but for {number_of(len(kept), 'file')}" if kept else ""))
+
+
 @app.command("app")
 def run_app(
-    checkpoint: Annotated[str, typer.Option(help="Name, folder or Hub repository.")] = "default",
+    checkpoint: Checkpoint = "default",
     model: Annotated[
         Path | None, typer.Option(help="Start with the classes of a file that `fit` wrote, instead of a checkpoint.")
     ] = None,
@@ -197,6 +278,7 @@ def run_app(
     ] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the first free one from 7860.")] = None,
     share: Annotated[bool, typer.Option("--share", help="Also make a public address through Gradio's server.")] = False,
+    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
     device: Device = "auto",
 ) -> None:
     """Open a page in the browser: name classes, drop images, classify, download the model.
@@ -215,7 +297,7 @@ def run_app(
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
         start = load_checkpoint(checkpoint) if model is None else SimpleCNAPSClassifier.load(model, device=device)
-        serve(make_page(start, device=device), host=host, port=port, share=share)
+        serve(make_page(start, device=device), host=host, port=port, share=share, browser=browser)
 
 
 @checkpoints_app.callback(invoke_without_command=True)

@@ -13,6 +13,7 @@ import typer
 SKIPPED = 3
 
 Device = Annotated[str, typer.Option(help='"auto" (CUDA where there is one, else the CPU) or a torch device.')]
+Checkpoint = Annotated[str, typer.Option(help="Name, folder or Hub repository.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
 SkipErrors = Annotated[
     bool, typer.Option("--skip-errors", help="Leave out images that cannot be read, list them, and exit with status 3.")
@@ -24,6 +25,22 @@ class Precision(str, Enum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+def check_output(path: Path, *, folder: bool = False) -> None:
+    """Raise ValueError if a command could not write its output, before it works for nothing."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {parent}. Make it first")
+    if not folder and path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder. Name a file in it")
+    if folder and path.exists() and not path.is_dir():
+        raise ValueError(f"cannot write to {path}: it is no folder")
+
+
+def number_of(count: int, noun: str) -> str:
+    """Return "1 image" or "2 images"."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 class clear_errors:
@@ -43,7 +60,7 @@ def report_skipped(problems: Mapping[Path, str], total: int) -> None:
     """List the images that were left out and exit with status 3; nothing if there are none."""
     if problems:
         _list_problems(problems)
-        typer.echo(f"skipped {len(problems)} of {total} images, which cannot be read", err=True)
+        typer.echo(f"skipped {len(problems)} of {number_of(total, 'image')}, which cannot be read", err=True)
         raise typer.Exit(SKIPPED)
 
 

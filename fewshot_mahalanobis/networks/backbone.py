@@ -325,6 +325,24 @@ def _timm() -> Any:
     return timm
 
 
+def _check_connection(repository: str, *files: str | None) -> None:
+    """Ask the Hub once whether it answers, unless one of the files is in its cache.
+
+    timm's own requests repeat for most of a minute where there is no network.
+    """
+    import huggingface_hub
+
+    cached = (huggingface_hub.try_to_load_from_cache(repository, file) for file in files if file)
+    if any(isinstance(path, str) for path in cached):
+        return
+    try:
+        huggingface_hub.HfApi().model_info(repository, timeout=10)
+    except huggingface_hub.errors.HfHubHTTPError:
+        raise  # it answers, and says why not
+    except Exception as error:  # the transport's, which varies
+        raise ConnectionError(f"no connection to {huggingface_hub.constants.ENDPOINT} ({error})") from error
+
+
 def _timm_network(name: str, image_size: int | None, *, pretrained: bool) -> Any:
     """A network of timm without classification layer, so that it gives pooled features."""
     timm = _timm()
@@ -333,6 +351,10 @@ def _timm_network(name: str, image_size: int | None, *, pretrained: bool) -> Any
         size = {}
         if settings is not None and settings.fixed_input_size and image_size not in (None, settings.input_size[-1]):
             size = {"img_size": image_size}  # position embeddings fix it; timm resamples them
+        if pretrained and settings is not None and settings.hf_hub_id:
+            _check_connection(settings.hf_hub_id, settings.hf_hub_filename, "model.safetensors", "pytorch_model.bin")
+        if name.startswith("hf-hub:"):
+            _check_connection(name.removeprefix("hf-hub:"), "config.json")
         with torch.random.fork_rng(devices=[]):  # for initial weights, soon replaced
             return timm.create_model(name, pretrained=pretrained, num_classes=0, **size)
     except Exception as error:  # timm lets those of its transports through
