@@ -36,6 +36,10 @@ app.add_typer(checkpoints_app, name="checkpoints")
 app.add_typer(data_app, name="data")
 
 Model = Annotated[Path, typer.Argument(help="File written by `fit`.")]
+Host = Annotated[str, typer.Option(help='Address to listen on; "0.0.0.0" admits other machines of the network.')]
+Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the first free one from 7860.")]
+Share = Annotated[bool, typer.Option("--share", help="Also make a public address through Gradio's server.")]
+Browser = Annotated[bool, typer.Option(help="Open the page in the browser.")]
 Images = Annotated[list[Path], typer.Argument(help="Images, or folders that are searched for images.")]
 
 # Every command imports what it needs when it runs, after what can be checked without: --help answers and typing
@@ -273,12 +277,10 @@ def run_app(
     model: Annotated[
         Path | None, typer.Option(help="Start with the classes of a file that `fit` wrote, instead of a checkpoint.")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help='Address to listen on; "0.0.0.0" admits other machines of the network.')
-    ] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the first free one from 7860.")] = None,
-    share: Annotated[bool, typer.Option("--share", help="Also make a public address through Gradio's server.")] = False,
-    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
+    host: Host = "127.0.0.1",
+    port: Port = None,
+    share: Share = False,
+    browser: Browser = True,
     device: Device = "auto",
 ) -> None:
     """Open a page in the browser: name classes, drop images, classify, download the model.
@@ -298,6 +300,32 @@ def run_app(
 
         start = load_checkpoint(checkpoint) if model is None else SimpleCNAPSClassifier.load(model, device=device)
         serve(make_page(start, device=device), host=host, port=port, share=share, browser=browser)
+
+
+@app.command()
+def review(
+    model: Model,
+    images: Images,
+    host: Host = "127.0.0.1",
+    port: Port = None,
+    share: Share = False,
+    browser: Browser = True,
+    device: Device = "auto",
+) -> None:
+    """Open a page in the browser that asks for the labels of the images that teach the model most.
+
+    It learns from every answer; download the model from the page when done.
+
+    Example: fewshot-mahalanobis review flowers.safetensors holiday/
+    """
+    with clear_errors():
+        paths = _image_files(images)
+
+        from fewshot_mahalanobis.app import make_page, serve
+        from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+
+        page = make_page(SimpleCNAPSClassifier.load(model, device=device), device=device, queries=list(map(str, paths)))
+        serve(page, host=host, port=port, share=share, browser=browser)
 
 
 @checkpoints_app.callback(invoke_without_command=True)

@@ -3,6 +3,8 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+import fewshot_mahalanobis
 from fewshot_mahalanobis import SimpleCNAPS, available_checkpoints
 from fewshot_mahalanobis.checkpoints import DownloadError, save_checkpoint
 from fewshot_mahalanobis.cli import app
@@ -50,6 +53,15 @@ def test_every_command_has_help():
     for command in (("demo",), ("fit",), ("predict",), *(("checkpoints", c) for c in ("list", "show", "download"))):
         assert f"fewshot-mahalanobis {' '.join(command)}" in run(*command, "--help")  # an example
     assert "Exit status" in listed
+
+
+def test_help_and_version_answer_without_loading_pytorch() -> None:
+    for option in ("--help", "--version"):
+        code = f"import sys; from fewshot_mahalanobis.cli import app; app([{option!r}], standalone_mode=False)"
+        code += "; assert not {'torch', 'sklearn', 'scipy'} & {*sys.modules}, 'loaded'"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert run("--version") == f"fewshot-mahalanobis {fewshot_mahalanobis.__version__}\n"
 
 
 def test_fit_then_predict_labels_a_folder(checkpoint, photos, tmp_path):
@@ -99,16 +111,31 @@ def test_what_predict_writes_is_a_table_that_fit_reads(checkpoint, photos, model
     assert "2 classes (blue 3, red 3)" in said
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_csv_may_have_semicolons_or_tabs_and_be_given_from_elsewhere(
+    separator, checkpoint, photos, model, tmp_path, monkeypatch
+):
+    lines = [f"{path.parent.name}{separator}{path.relative_to(photos)}" for path in sorted(photos.glob("*/*.png"))]
+    (photos / "labels.csv").write_text("\r\n".join([f"label{separator}path", *lines]))
+    monkeypatch.chdir(tmp_path)
+    try:
+        run("fit", photos / "labels.csv", "-o", "m", "--checkpoint", checkpoint, "--device", "cpu")
+    finally:
+        (photos / "labels.csv").unlink()
+    assert run("predict", "m", photos, "--proba") == run("predict", model, photos, "--proba")
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ("file,label\na.png,cat", "no column 'path'"),
         ("path,label\na.png,cat\nb.png,", "line 3 of .* lacks a path or a label"),
         ("path,label", "lists no image"),
+        (b"path,label\nf\xfcr.png,cat", "not in UTF-8"),
     ],
 )
 def test_a_csv_that_is_not_paths_and_labels_is_refused(lines, message, tmp_path):
-    (tmp_path / "labels.csv").write_text(lines)
+    (tmp_path / "labels.csv").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
     said = run("fit", tmp_path / "labels.csv", "-o", tmp_path / "m", status=1)
     assert re.search(message, said)
     assert not (tmp_path / "m").exists()
@@ -199,6 +226,67 @@ def test_what_the_user_gave_wrongly_is_one_line_and_status_1(checkpoint, photos,
     assert "broken.safetensors" in said
     said = run("evaluate", photos, "--checkpoint", tmp_path / "none", status=1)
     assert "none" in said
+
+
+def test_an_output_that_cannot_be_written_is_said_before_any_work(photos, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("fewshot_mahalanobis.labelling.read_chunks", None)
+    for command in (("fit", photos), ("sort", model, photos), ("demo",)):
+        said = run(*command, "-o", tmp_path / "none" / "m", status=1)
+        assert (
+            said
+            == f"error: cannot write {tmp_path / 'none' / 'm'}: there is no folder {tmp_path / 'none'}. Make it first\n"
+        )
+    assert "it is a folder" in run("fit", photos, "-o", tmp_path, status=1)
+
+
+def test_a_backbone_of_timm_takes_the_place_of_a_checkpoint(photos, tmp_path, monkeypatch):
+    timm = pytest.importorskip("timm")
+    real = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **options: real(name, **options))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, *repository, **options: None)
+    assert "3 classes" in run("fit", photos, "-o", tmp_path / "m", "--backbone", "test_resnet", "--device", "cpu")
+    assert len(table_of(run("predict", tmp_path / "m", photos))) == 9
+    both = run("fit", photos, "-o", tmp_path / "m", "--backbone", "test_resnet", "--checkpoint", "x", status=1)
+    assert "exclude each other" in both
+
+
+def test_without_a_connection_a_backbone_is_refused_after_one_question(photos, tmp_path, monkeypatch):
+    timm = pytest.importorskip("timm")
+    monkeypatch.setattr(timm, "create_model", None)  # whose retries take a minute
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+    def unreachable(*_, **__):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    said = run("fit", photos, "-o", tmp_path / "m", "--backbone", "resnet18.a1_in1k", status=1)
+    assert "no connection to https://" in said
+    assert "Name or service not known" in said
+
+
+def test_images_are_sorted_into_folders_and_back(photos, model, tmp_path):
+    said = run("sort", model, photos, "-o", tmp_path / "sorted", "--min-probability", 0)
+    counts = "9 images sorted (blue 3, green 3, red 3)"
+    assert said == f"{tmp_path / 'sorted'}: {counts}, table {tmp_path / 'sorted' / 'sorted.csv'}\n"
+    assert {p.parent.name for p in (tmp_path / "sorted").glob("*/*.png")} == {"blue", "green", "red"}
+    assert run("unsort", tmp_path / "sorted") == f"{tmp_path / 'sorted'}: undone\n"
+    assert not (tmp_path / "sorted").exists()
+    assert len(list(photos.glob("*/*.png"))) == 9
+    assert "nothing was sorted" in run("unsort", photos, status=1)
+
+
+def test_what_was_found_beside_the_images_is_said(photos, checkpoint, model, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos" / "red" / "film.mp4").write_bytes(b"film")
+    (tmp_path / "photos" / "empty").mkdir()
+    settings = ["--checkpoint", str(checkpoint), "--device", "cpu"]
+    result = CliRunner().invoke(app, ["fit", str(tmp_path / "photos"), "-o", str(tmp_path / "m"), *settings])
+    assert result.exit_code == 0
+    assert "1 MP4 file" in result.stderr
+    assert "No image in class folder 'empty'" in result.stderr
+    result = CliRunner().invoke(app, ["predict", str(model), str(tmp_path / "photos")])
+    assert "1 MP4 file" in result.stderr
 
 
 def test_checkpoints_lists_the_table():
