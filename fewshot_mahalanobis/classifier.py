@@ -20,8 +20,8 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.calibration import Calibration, calibrate, check_settings
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
+from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 from fewshot_mahalanobis.devices import check_precision, choose_device, choose_dtype, within_memory
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import Head, LinearHead, make_head
@@ -33,14 +33,15 @@ from fewshot_mahalanobis.onnx_export import write_onnx, write_program
 from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject
 from fewshot_mahalanobis.saving import FittedState, load_classifier, save_classifier
 from fewshot_mahalanobis.sharing import write_repository
+from fewshot_mahalanobis.summary import SupportSummary, summarise
 
 
 class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, TransformerMixin, BaseEstimator):
     """Image classifier that learns its classes from a few images each, in one forward pass.
 
     Fitting adapts a pretrained network to the support images by FiLM layers and describes each class by a Gaussian of
-    their adapted features; a query gets the class of the smallest Mahalanobis distance. There is no training: ``fit``
-    takes as long as extracting the features of the support images.
+    their features; a query gets the class of the smallest Mahalanobis distance. There is no training: ``fit`` takes as
+    long as extracting the features of the support images.
 
     Images are a list of file paths, PIL images, arrays (h, w, 3) or (h, w), tensors (3, h, w), or a mixture, each of
     its own size; an array (n, h, w, 3) or (n, h, w); or a tensor (n, 3, h, w) or (n, 1, h, w). Arrays and tensors are
@@ -154,7 +155,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     # ---------------------------------------------------------------- fitting
 
     def fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
-        """Adapt to a support set. After an error the classifier is what it was before.
+        """Adapt to a support set and return the classifier itself. After an error it is what it was before.
 
         Parameters
         ----------
@@ -162,11 +163,6 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             The support set, in any order.
         y : array-like of shape (n,)
             Labels: strings, or numbers of one type (integers, Booleans, whole floats); at least two different ones.
-
-        Returns
-        -------
-        SimpleCNAPSClassifier
-            Itself.
 
         Raises
         ------
@@ -207,9 +203,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         """Add support images ``X`` (n) of known or of new classes ``y`` (n,); returns the classifier itself.
 
         The network stays adapted as by the first ``fit``; the result is that of one fit to all support images so far
-        under that adaptation. ``classes_`` stays sorted, so the columns of the logits may move. On a classifier that is
-        not fitted this is ``fit``. ValueError as ``fit``, or where a label is of another type than the earlier ones
-        (string, integer, ...); the fitted state is kept.
+        under that adaptation. ``classes_`` stays sorted, so columns of the logits may move. Before ``fit`` this is
+        ``fit``. ValueError as ``fit``, or if a label is of another type than before; the fitted state is kept.
         """
         if not hasattr(self, "task_"):
             return self.fit(X, y)
@@ -271,12 +266,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         -------
         ndarray of shape (m,)
             Of the type given to ``fit``; ``unknown_label``, if there is one, for images whose :meth:`outlier_score` is
-            above ``threshold_``.
-
-        Raises
-        ------
-        ValueError
-            An image cannot be used; the message names it. NotFittedError before ``fit``, as from the other methods.
+            above ``threshold_``. ValueError if an image cannot be used, with its name; NotFittedError before ``fit``.
         """
         chosen = [predict_or_reject(logits, self.threshold_) for logits in self._logits(X, "predict")]
         return self._output_labels[np.concatenate(chosen)]
@@ -284,16 +274,14 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     def outlier_score(self, X: Any) -> NDArray[np.float64]:
         """How far images (m of any kind) are from all classes, (m,): minus the largest logit of each.
 
-        For the Mahalanobis head it is s times the squared distance to the nearest class. Defined without
-        ``unknown_label`` too, for a threshold of your own.
+        For the Mahalanobis head: s times the squared distance to the nearest class. It needs no ``unknown_label``.
         """
         return torch.cat([outlier_score(logits).cpu() for logits in self._logits(X, "outlier_score")]).numpy()
 
     def decision_function(self, X: Any) -> NDArray[np.float32]:
         """Logits (m, k) of query images; for the Mahalanobis head -s times the squared distance to each class.
 
-        Columns are in the order of ``classes_``. For two classes, as scikit-learn's scorers expect, it is the log-odds
-        (m,) of ``classes_[1]``: its logit minus the other's.
+        For two classes it is the log-odds (m,) of ``classes_[1]``, as scikit-learn's scorers expect.
         """
         logits = torch.cat([logits.cpu() for logits in self._logits(X, "decision_function")])
         return (logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits).numpy()
@@ -343,14 +331,19 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         tags.input_tags.string = True
         return tags
 
+    def summary(self) -> SupportSummary:
+        """Images a class, leave-one-out accuracy, confusions, and support images that look wrong; ``print`` it."""
+        check_is_fitted(self)
+        return summarise(self.task_, self.classes_)
+
     # ---------------------------------------------------------------- keeping
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted classifier to one safetensors file, which loads without a checkpoint and without pickle.
 
         It has the pretrained weights, as float16 where that is lossless, the FiLM parameters and the support features.
-        An existing file is replaced, whole or not at all. ValueError if ``head`` is a ``LinearHead`` or an object of a
-        class of your own (pickling keeps any head), OSError if the file cannot be written.
+        An existing file is replaced, whole or not at all. ValueError if ``head`` is a ``LinearHead`` or of a class of
+        your own (pickling keeps any head), OSError if the file cannot be written.
         """
         save_classifier(self._fitted_state(), path)
 
@@ -368,7 +361,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         ----------
         path : path
         device : str or torch.device, default="auto"
-            Where it is to run, whatever it ran on before.
+            Where it is to run.
         backbone : nn.Module or SimpleCNAPS, optional
             The network of a classifier on a module given to :meth:`SimpleCNAPS.from_backbone`, as the file has its
             weights but not its code: the module, or a model made of it. A copy is used.
@@ -400,26 +393,25 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         repo_id : str
             ``"user/repo"``; made if it is absent.
         private : bool, optional
-            Of a new repository; default: the account's setting, for most public.
+            Of a new repository; default: the account's setting.
         token : str or bool, optional
             With write permission; default: that of ``hf auth login``.
         thumbnails : (X, y), optional
-            Images and their labels, as for ``fit``: the card shows the first five of each class, to everyone who sees
-            the repository, at 84 x 84 pixels and without their files' metadata.
+            Images and their labels, as for ``fit``: the card shows everyone who sees the repository the first five of
+            each class, at 84 x 84 pixels and without their files' metadata.
 
         Raises
         ------
         ValueError
-            ``head`` cannot be saved (see :meth:`save`), or a thumbnail or its label cannot be used.
-        UploadError
-            The repository cannot be written; it is what it was.
+            ``head`` cannot be saved (see :meth:`save`), or a thumbnail or its label cannot be used; UploadError if the
+            repository cannot be written, which then is what it was.
         """
         state = self._fitted_state()
         if thumbnails is not None:
             images, labels = thumbnails
             thumbnails = images, checked_labels(labels, ImageBatches(images, 1).n_images)
         with tempfile.TemporaryDirectory() as folder:
-            write_repository(Path(folder), repo_id, state, self.task_, thumbnails)
+            write_repository(Path(folder), repo_id, state, self.summary(), thumbnails)
             return upload(Path(folder), repo_id, private=private, token=token, message="Push fitted classifier")
 
     @classmethod
@@ -438,13 +430,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         name : str or path
             ``"user/repo"`` or ``"user/repo@revision"``, or a folder with a copy of a repository. Downloads are kept in
             ``huggingface_hub``'s cache, which serves without a connection.
-        device : str or torch.device, default="auto"
-            As for :meth:`load`, with the same errors; DownloadError if there is no such repository, revision or
-            connection, or no fitted classifier in it.
-        token : str or bool, optional
-            For a private repository; default: that of ``hf auth login``.
-        backbone : SimpleCNAPS or nn.Module, optional
-            As for :meth:`load`.
+        device, token, backbone
+            As for :meth:`load` and :meth:`push_to_hub`, with the errors of :meth:`load`; DownloadError if there is no
+            such repository, revision or connection, or no fitted classifier in it.
         """
         folder = Path(name)
         file = classifier_file(folder, str(name)) if folder.is_dir() else hub_classifier(str(name), token=token)

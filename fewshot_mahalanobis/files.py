@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +35,17 @@ def atomic_replace(path: str | os.PathLike[str]) -> Iterator[Path]:
         The folder of ``path`` does not exist or cannot be written to.
     """
     path = Path(path)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=_prefix(path), dir=path.parent) as folder:
         temporary = Path(folder) / path.name
         yield temporary
         os.replace(temporary, path)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete what writers of ``path`` that were killed have left; the caller holds a lock against living ones."""
+    for folder in path.parent.glob(f"{glob.escape(_prefix(path))}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix(path: Path) -> str:
+    return f".saving-{path.name[:60]}-"  # names of files have a largest length

@@ -25,8 +25,8 @@ from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER
 from fewshot_mahalanobis.checkpoints.hub import hub_name
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.saving import FittedState, save_classifier
+from fewshot_mahalanobis.summary import SupportSummary
 
 #: Side of a thumbnail and the space between two, in pixels; most thumbnails of a class.
 SIDE, GAP, MAX_THUMBNAILS = 84, 4, 5
@@ -68,20 +68,22 @@ classifier.predict(["photo.jpg"])  # also predict_proba, partial_fit with more i
 
 
 def write_repository(
-    folder: Path, repo_id: str, state: FittedState, task: AdaptedTask, thumbnails: tuple[Any, NDArray[Any]] | None
+    folder: Path,
+    repo_id: str,
+    state: FittedState,
+    summary: SupportSummary,
+    thumbnails: tuple[Any, NDArray[Any]] | None,
 ) -> None:
     """Write what goes into the repository ``repo_id``: the classifier, the model card, the thumbnails."""
     strips = {} if thumbnails is None else _write_strips(folder, state.classes, *thumbnails)
-    card = model_card(repo_id, state, leave_one_out_hits(task), strips)
+    card = model_card(repo_id, state, summary, strips)
     if public_checkpoint(state.parameters["checkpoint"]) is None:  # a path of this machine is nobody else's business
         state = replace(state, parameters={**state.parameters, "checkpoint": state.model})
     save_classifier(state, folder / CLASSIFIER)
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def model_card(
-    repo_id: str, state: FittedState, leave_one_out: tuple[int, int], strips: dict[int, str] | None = None
-) -> str:
+def model_card(repo_id: str, state: FittedState, summary: SupportSummary, strips: dict[int, str] | None = None) -> str:
     """Markdown that describes a fitted classifier.
 
     Parameters
@@ -89,8 +91,8 @@ def model_card(
     repo_id : str
         Where it will be.
     state : FittedState
-    leave_one_out : (int, int)
-        As :func:`leave_one_out_hits` counts.
+    summary : SupportSummary
+        Of the support set.
     strips : dict of int to str, optional
         Picture files of classes, by index.
     """
@@ -115,22 +117,21 @@ def model_card(
         else f"{unknown!r}, at a false rejection rate of {parameters['false_rejection_rate']:g}",
         "written by": f"fewshot-mahalanobis {version('fewshot-mahalanobis')}, torch {torch.__version__}",
     }
-    counts = state.support_labels.bincount().tolist()
     rows = [
         (_escape(label), count, *([f"![]({strips[index]})" if index in strips else ""] if strips else []))
-        for index, (label, count) in enumerate(zip(state.classes.tolist(), counts, strict=True))
+        for index, (label, count) in enumerate(summary.counts.items())
     ]
     return _CARD.format(
         metadata=metadata.to_yaml(),
         title=repo_id.rsplit("/", 1)[-1],
         repo_id=repo_id,
-        classes=len(counts),
-        images=sum(counts),
+        classes=len(summary.counts),
+        images=sum(summary.counts.values()),
         packages="'fewshot-mahalanobis[backbones]'" if backbone and backbone["timm"] else "fewshot-mahalanobis",
         argument="" if ours else ", backbone=network",
         own="" if ours else "`network` is the module whose weights are in the file; its code is not.\n\n",
         table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),
-        accuracy=_accuracy(*leave_one_out, len(state.support_labels), adapted=state.film is not None),
+        accuracy=_accuracy(summary, adapted=state.film is not None),
         settings=_table(("setting", "value"), [(name, _escape(value)) for name, value in settings.items()]),
     )
 
@@ -143,19 +144,8 @@ def public_checkpoint(checkpoint: Any) -> str | None:
     return checkpoint if checkpoint in CHECKPOINTS or hub else None
 
 
-def leave_one_out_hits(task: AdaptedTask) -> tuple[int, int]:
-    """How many support images the head classifies rightly when fitted to the others, and of how many.
-
-    Those that are alone in their class are not counted.
-    """
-    with torch.no_grad():
-        logits = task.head.leave_one_out_logits(task.head_features(task.support_features), task.support_labels)
-    counted = task.support_labels.bincount()[task.support_labels] > 1
-    right = logits.argmax(dim=1) == task.support_labels
-    return int((right & counted).sum()), int(counted.sum())
-
-
-def _accuracy(right: int, counted: int, images: int, adapted: bool) -> str:
+def _accuracy(summary: SupportSummary, adapted: bool) -> str:
+    right, counted, images = summary.right, summary.counted, sum(summary.counts.values())
     if not counted:
         return "Not measured: every class has one support image, and none can be left out."
     interval = binomtest(right, counted).proportion_ci(0.95, method="wilson")

@@ -22,7 +22,7 @@ from sklearn.exceptions import NotFittedError
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
 from fewshot_mahalanobis.checkpoints import CheckpointError, DownloadError, UploadError
 from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.sharing import leave_one_out_hits, model_card, public_checkpoint
+from fewshot_mahalanobis.sharing import model_card, public_checkpoint
 from tests.checkpoints.checkpoint_server import Hub, Server, hub_on_this_machine
 from tests.networks.test_backbone import MEAN, SIZE, STD, classifier_on, own_network, seeded
 
@@ -151,7 +151,8 @@ def test_the_card_tells_the_classes_the_use_and_the_accuracy_on_left_out_images(
         rest = np.arange(len(LABELS)) != i
         others = SimpleCNAPSClassifier(model, device="cpu").fit(images[rest], LABELS[rest])
         right += others.predict(images[i : i + 1])[0] == LABELS[i]
-    assert leave_one_out_hits(fitted.task_) == (right, 8)
+    summary = fitted.summary()
+    assert (summary.right, summary.counted) == (right, 8)
     interval = binomtest(int(right), 8).proportion_ci(method="wilson")
     assert "Each of 8 support images (1 more are alone in their class) was left out in turn" in text
     assert f"**{right / 8:.1%}** (95 % Wilson interval {interval.low:.1%} to {interval.high:.1%})" in text
@@ -168,7 +169,7 @@ def test_the_code_on_the_card_runs(hub: Hub, fitted: SimpleCNAPSClassifier, tmp_
 
 
 def card_of(classifier: SimpleCNAPSClassifier) -> str:
-    return model_card("user/colours", classifier._fitted_state(), leave_one_out_hits(classifier.task_))
+    return model_card("user/colours", classifier._fitted_state(), classifier.summary())
 
 
 def test_labels_are_text_on_the_card_whatever_markdown_makes_of_them(fitted: SimpleCNAPSClassifier) -> None:

@@ -19,7 +19,7 @@ from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.format import FORMAT_VERSION, Model, read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.checkpoints.table import CheckpointRecord
-from fewshot_mahalanobis.files import atomic_replace
+from fewshot_mahalanobis.files import atomic_replace, remove_leftovers
 
 #: Environment variable: the folder for converted checkpoints.
 CACHE_VARIABLE = "FEWSHOT_MAHALANOBIS_CACHE"
@@ -89,6 +89,9 @@ def _convert(record: CheckpointRecord, folder: Path, model_class: type[Model]) -
     """Make ``folder`` the checkpoint of a published file, whole or not at all."""
     local = _local_copy(record)
     source = folder.parent / _base_name(record) if local is None else local
+    remove_leftovers(folder)
+    if local is None:
+        remove_leftovers(source)
     # A download that was verified before an interruption serves again, after another look at it.
     if local is None and not (source.is_file() and blob_id(source) == record.blob_id):
         download(str(record.url), source, str(record.blob_id))

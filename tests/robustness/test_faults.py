@@ -26,17 +26,15 @@ import pytest
 import torch
 from torch import nn
 
-from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint, saving
 from fewshot_mahalanobis import classifier as classifier_module
-from fewshot_mahalanobis import saving
 from fewshot_mahalanobis import images as images_module
-from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, authors_weights, save_checkpoint
 from fewshot_mahalanobis.checkpoints import download as download_module
 from fewshot_mahalanobis.checkpoints import format as format_module
-from fewshot_mahalanobis.checkpoints import authors_weights as published_module
 from fewshot_mahalanobis.checkpoints import loading as loading_module
-from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE
 from fewshot_mahalanobis.checkpoints.authors_weights import CACHE_VARIABLE
+from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from tests.checkpoints.checkpoint_server import Server, git_blob_id, send
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
@@ -223,8 +221,8 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
 
     converter = SimpleNamespace(from_published_state_dict=lambda state_dict: state_dict["weights"])
     monkeypatch.setattr(loading_module, "SimpleCNAPS", converter)
-    monkeypatch.setattr(published_module, "save_checkpoint", save)
-    monkeypatch.setattr(published_module, "read_checkpoint", read)
+    monkeypatch.setattr(authors_weights, "save_checkpoint", save)
+    monkeypatch.setattr(authors_weights, "read_checkpoint", read)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(LOCAL_COPIES_VARIABLE, raising=False)
     monkeypatch.setattr(download_module, "TIMEOUT", (5.0, 5.0))
@@ -276,7 +274,7 @@ def test_a_kill_in_mid_conversion_leaves_a_cache_that_works_without_another_down
         os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(published_module, "save_checkpoint", half_then_killed)
+        patch.setattr(authors_weights, "save_checkpoint", half_then_killed)
         process = forked(load_checkpoint, NAME)
         process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -300,6 +298,7 @@ def test_offline_with_a_warm_cache_no_connection_is_attempted(
         monkeypatch.setattr(socket.socket, name, refused)
     monkeypatch.setattr(socket, "getaddrinfo", refused)
     assert load_checkpoint(NAME) == light.expected  # type: ignore[comparison-overlap]
+    monkeypatch.setattr(loading_module, "SimpleCNAPS", SimpleCNAPS)
     assert load_checkpoint("default").config["adaptation"] == "film"
     assert attempts == []
 
@@ -430,7 +429,7 @@ def test_queries_that_do_not_fit_into_cuda_memory_are_halved_with_one_warning() 
     network.largest_batch = 5
     for method, answer in (("decision_function", expected), ("predict", classifier.classes_[expected.argmax(axis=1)])):
         network.batches.clear()
-        with pytest.warns(UserWarning, match="does not hold a batch of 16 images: going on with 4") as caught:
+        with pytest.warns(UserWarning, match="does not hold a batch of 16 images: continuing with 4") as caught:
             result = getattr(classifier, method)(queries)
         assert len(caught) == 1
         assert network.batches == [4] * 12 + [2]
@@ -445,11 +444,11 @@ def test_a_support_set_that_does_not_fit_into_cuda_memory_is_halved_with_one_war
     expected = SimpleCNAPSClassifier(model).fit(support, LABELS).decision_function(queries)
     model.feature_extractor.largest_batch = 3  # type: ignore[assignment]
     classifier = SimpleCNAPSClassifier(model, batch_size=8)
-    with pytest.warns(UserWarning, match="going on with 2") as caught:
+    with pytest.warns(UserWarning, match="continuing with 2") as caught:
         classifier.fit(support, LABELS)
     assert len(caught) == 1
     assert classifier.batch_size == 8
-    with pytest.warns(UserWarning, match="going on with"):
+    with pytest.warns(UserWarning, match="continuing with"):
         np.testing.assert_allclose(classifier.decision_function(queries), expected, rtol=1e-5)
 
 

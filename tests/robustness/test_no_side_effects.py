@@ -47,6 +47,7 @@ from fewshot_mahalanobis import (
     SimpleCNAPSClassifier,
     available_checkpoints,
     load_checkpoint,
+    load_folder,
 )
 from fewshot_mahalanobis import classifier as classifier_module
 from fewshot_mahalanobis.checkpoints.format import save_checkpoint
@@ -57,8 +58,8 @@ from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.plotting import Figure, plot_class_gaussians, plot_task
 from fewshot_mahalanobis.training.meta_train import MetaTrainRecipe, meta_train
 from fewshot_mahalanobis.training.pretrain import PretrainRecipe, pretrain
+from tests.drawn_tasks import make_task
 from tests.golden import recipe
-from tests.gaussians.test_covariance import make_task
 
 SIZE = 32
 
@@ -338,6 +339,14 @@ def drawn(world: World, folder: Path) -> Any:
     return folder / "task.png", [ellipse.get_path().vertices for ellipse in axes.patches]
 
 
+def listed(world: World, folder: Path) -> Any:
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        Image.fromarray(world.images[0]).save(folder / name / "0.png")
+    paths, labels = load_folder(folder)
+    return [path.read_bytes() for path in paths], labels
+
+
 CALLS: dict[str, Callable[[World, Path], Any]] = {
     "RegularizedCovariance": lambda world, folder: (gaussians_of(world).means, gaussians_of(world).counts),
     'RegularizedCovariance("auto")': lambda world, folder: RegularizedCovariance("auto")(*support_of(world)).beta,
@@ -379,6 +388,7 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     ),
     "from_backbone": on_a_backbone,
     "evaluate_source": evaluated,
+    "load_folder": listed,
     "plots": drawn,
 }
 
