@@ -35,6 +35,10 @@ def averages(results: Sequence[Result], in_domain: Iterable[str] | None = None) 
     in_domain : iterable of str, optional
         Data sets that the model was trained on (their training classes), by name: "omniglot" for the source
         "omniglot/test". There are then averages of those, of the others, and of all, as in the paper's tables.
+
+    Returns
+    -------
+    list of Row
     """
     rows = []
     for title, group in averaged_groups(results, in_domain):
