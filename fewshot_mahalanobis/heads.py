@@ -32,6 +32,13 @@ from fewshot_mahalanobis.gaussians.inputs import (
     result_dtype,
 )
 from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.gaussians.uncertain_means import (
+    MeansSettings,
+    UncertainMeans,
+    choose_means_settings,
+    leave_one_out_means_logits,
+    relative_distance,
+)
 
 State = TypeVar("State")
 
@@ -152,6 +159,55 @@ class MahalanobisHead(Head[ClassGaussians]):
     def extra_repr(self) -> str:
         """Name the setting in ``repr``."""
         return f"scale={self.scale}"
+
+
+class AutoHead(Head[UncertainMeans]):
+    """Gaussians of one covariance with uncertain means, all settings chosen on the support set.
+
+    The covariance is the one pooled within classes, regularised by beta I; class means have a prior, so that a class of
+    few examples is neither put back nor preferred: see :mod:`fewshot_mahalanobis.gaussians.uncertain_means`. Beta and
+    the scale of the logits maximise the leave-one-out likelihood. Choosing is not differentiated through.
+
+    Parameters
+    ----------
+    settings : MeansSettings, optional
+        Fixed settings. By default each fit chooses its own.
+    """
+
+    name = "auto"
+    title = "auto"
+
+    def __init__(self, settings: MeansSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> UncertainMeans:
+        """Choose the settings and fit to support features (n, d), labels (n,)."""
+        check_support(support_features, support_labels)
+        with full_precision(support_features):
+            return UncertainMeans(support_features, support_labels, self._settings(support_features, support_labels))
+
+    def logits(self, state: UncertainMeans, query_features: Tensor) -> Tensor:
+        """Logits (m, k) of queries (m, d)."""
+        check_features(query_features, "query features", width=state.gaussians.means.shape[1])
+        with full_precision(query_features):
+            return state.logits(query_features)
+
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example by the head with the same settings fitted to the others, exactly."""
+        counts = check_support(support_features, support_labels)
+        with full_precision(support_features):
+            settings = self._settings(support_features, support_labels)
+            if settings.shared == "within" and counts.max() > 1 and len(counts) > 1:
+                return leave_one_out_means_logits(settings, support_features, support_labels)
+            return Head.leave_one_out_logits(AutoHead(settings), support_features, support_labels)
+
+    def export(self, state: UncertainMeans) -> nn.Module:
+        """Distances as sums of squares, and logits from them."""
+        return _ExportedUncertainMeans(state)
+
+    def _settings(self, features: Tensor, labels: Tensor) -> MeansSettings:
+        return choose_means_settings(features, labels) if self.settings is None else self.settings
 
 
 class _PrototypeHead(Head[Tensor]):
@@ -362,7 +418,7 @@ class _ExportedMahalanobis(nn.Module):
         # The covariance of one shot as published, c in every entry, leaves the span: there the basis is everything.
         self.everything = n >= d or gaussians.settings.one_shot_covariance == "published"
         rank, classes = d if self.everything else basis.shape[1], len(gaussians.counts)
-        if classes * rank**2 > MAX_EXPORTED_NUMBERS:
+        if (1 if gaussians.is_shared else classes) * rank**2 > MAX_EXPORTED_NUMBERS:
             raise ValueError(
                 f"{classes} classes need a {rank} x {rank} matrix each, too much for an ONNX file: fit fewer classes"
             )
@@ -375,8 +431,9 @@ class _ExportedMahalanobis(nn.Module):
         self.register_buffer("centre", centre.float())
         self.register_buffer("basis", basis.float().contiguous())
         self.register_buffer("means", means.float()[:, None])  # (k, 1, r)
-        roots = torch.linalg.cholesky(gaussians.precision().to(centre.dtype))
-        self.register_buffer("roots", roots.float().contiguous())  # L_k
+        precision = gaussians.precision()
+        roots = torch.linalg.cholesky((precision[:1] if gaussians.is_shared else precision).to(centre.dtype))
+        self.register_buffer("roots", roots.float().contiguous())  # L_k; one for all classes where Q is shared
 
     def forward(self, x: Tensor) -> Tensor:
         x = x - self.centre
@@ -386,6 +443,26 @@ class _ExportedMahalanobis(nn.Module):
         if not self.everything:
             distance = distance + (x - z @ self.basis.T).square().sum(dim=1, keepdim=True) / self.beta
         return -self.scale * distance
+
+
+class _ExportedUncertainMeans(nn.Module):
+    """Logits of ``AutoHead`` from the exported distances to class means."""
+
+    shrink: Tensor
+    ratio: Tensor
+    to_centre: Tensor
+
+    def __init__(self, state: UncertainMeans) -> None:
+        super().__init__()
+        self.distances = _ExportedMahalanobis(state.gaussians, -1.0)
+        self.scale, self.freedom = state.settings.scale, state.settings.freedom
+        self.register_buffer("shrink", state.shrink.float())
+        self.register_buffer("ratio", state.ratio.float())
+        self.register_buffer("to_centre", state.to_centre.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.shrink, self.ratio, self.to_centre
+        return -self.scale * relative_distance(self.distances(x), *parts, self.freedom)
 
 
 class _ExportedPrototypes(nn.Module):
@@ -419,7 +496,8 @@ class _ExportedLinear(nn.Module):
 
 #: Every head by its name.
 HEADS: dict[str, type[Head[Any]]] = {
-    head.name: head for head in (MahalanobisHead, EuclideanHead, ManhattanHead, CosineHead, DotProductHead, LinearHead)
+    head.name: head
+    for head in (MahalanobisHead, AutoHead, EuclideanHead, ManhattanHead, CosineHead, DotProductHead, LinearHead)
 }
 
 

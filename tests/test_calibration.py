@@ -62,7 +62,7 @@ def test_logits_that_say_nothing_leave_the_temperature_at_one() -> None:
 
 
 def improbabilities(features: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """What ``choose_settings`` makes smallest, of each candidate: n refits and a fine grid of temperatures; the prior."""
+    """What ``choose_settings`` minimises, for each candidate: n refits, a fine grid of temperatures, and the prior."""
     n, k = len(labels), int(labels.max()) + 1
     variance = float(features.var(dim=0).mean())
     targets = torch.full((n, k), 1 / (n + k), dtype=torch.float64).scatter(1, labels[:, None], (n + 1) / (n + k))

@@ -200,7 +200,15 @@ class ClassGaussians:
     def precision(self) -> Tensor:
         """Inverse of Q_k of every class, dense, shape (k, d, d)."""
         with full_precision(self.means):
-            return torch.cholesky_inverse(cholesky(self._covariance())).to(self.means.dtype)
+            q = self._covariance()
+            if self.is_shared:
+                return torch.cholesky_inverse(cholesky(q[0])).to(self.means.dtype).expand_as(q)
+            return torch.cholesky_inverse(cholesky(q)).to(self.means.dtype)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all classes have the same covariance."""
+        return self.settings.class_weight(1) == 0.0
 
     def in_coordinates(self, basis: Tensor) -> ClassGaussians:
         """The same Gaussians with U^T (x - c) in the place of x, c the task mean and U = ``basis`` (d, r)."""
@@ -221,6 +229,9 @@ class ClassGaussians:
     def _covariance(self) -> Tensor:
         """Q_k of every class, dense (k, d, d), in the working precision."""
         groups, shared = self._parts()
+        if self.is_shared:
+            group = ClassGroup(groups[0].classes[:1], groups[0].means[:1], groups[0].roots[:1], 1.0)
+            return dense_covariance(group, shared, self.beta).expand(len(self.counts), -1, -1)
         stacks = [dense_covariance(group, shared, self.beta) for group in groups]
         dense = torch.cat(stacks)[by_class(groups)]
         return (dense + dense.mT) / 2  # a product A^T A is symmetric but for its last bits

@@ -90,7 +90,7 @@ def deviations(x: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
 
 
 def _means(x: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
-    """Class means (k, d), exact for a class of equal examples: the first of the class, and a mean difference from it."""
+    """Class means (k, d): an example, and the mean difference from it, which is exact for equal examples."""
     first = x[labels.argsort(stable=True)[counts.cumsum(0) - counts]]
     sums = torch.zeros_like(first).index_add(0, labels, x - first[labels])
     return first + sums / counts[:, None]

@@ -56,7 +56,7 @@ EPS = torch.finfo(torch.float64).eps
 EXAMPLES = int(os.environ.get("FEWSHOT_PROPERTY_EXAMPLES", "25"))
 RECORD = os.environ.get("FEWSHOT_PROPERTY_RECORD")
 EVERYDAY = EXAMPLES <= 100
-WEEK = "{0}{1:02}".format(*datetime.date.today().isocalendar())
+WEEK = "{}{:02}".format(*datetime.date.today().isocalendar()[:2])
 SEED = int(os.environ.get("FEWSHOT_PROPERTY_SEED", WEEK))
 ROUND = 500
 
@@ -302,11 +302,8 @@ def test_distances_of_lower_precision_are_those_in_float64(search: Search) -> No
         found = distances_of(covariance, task)
         assert torch.equal(found, expected.to(found.dtype))
 
-    known = (
-        RegularizedCovariance(),
-        task_of([[1.0], *[[0.0]] * 8], [0, 1, 0, 1, 0, 1, 1, 1, 1], [[0.0]], torch.float32),
-    )
-    search.of_covariance(holds, covariances(), tasks(), [known])
+    task = task_of([[1.0], *[[0.0]] * 8], [0, 1, 0, 1, 0, 1, 1, 1, 1], [[0.0]], torch.float32)
+    search.of_covariance(holds, covariances(), tasks(), [(RegularizedCovariance(), task)])
 
 
 def test_rounding_the_features_to_float32_moves_distances_no_further_than_the_bound(search: Search) -> None:
