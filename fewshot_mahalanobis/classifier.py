@@ -430,7 +430,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         name : str or path
             ``"user/repo"`` or ``"user/repo@revision"``, or a folder with a copy of a repository. Downloads are kept in
             ``huggingface_hub``'s cache, which serves without a connection.
-        device, token, backbone
+        device, token, backbone : optional
             As for :meth:`load` and :meth:`push_to_hub`, with the errors of :meth:`load`; DownloadError if there is no
             such repository, revision or connection, or no fitted classifier in it.
         """

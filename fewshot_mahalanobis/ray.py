@@ -1,13 +1,13 @@
-"""Labelling a very large collection of images with one fitted classifier, on a Ray cluster.
+"""Label a very large collection of images with one fitted classifier, on a Ray cluster.
 
 On a machine of the cluster, or by ``ray job submit``:
 
     python -m fewshot_mahalanobis.ray pets.safetensors s3://bucket/photos s3://bucket/labels
 
-What travels between machines is the classifier's file, once for each machine, and rows of text: every worker reads
-and decodes images itself, as ``predict`` does. A worker that dies is replaced, and the rows it had not handed over are
-computed again; the results are written by this process alone, each row once, in files that appear whole or not at all.
-So no image is lost or labelled twice, and a command that was killed goes on where it stood when it is repeated.
+Only the classifier's file (once for each machine) and rows of text travel between machines: every worker reads and
+decodes images itself, as ``predict`` does. A worker that dies is replaced, and the rows it had not returned are
+computed again. This process alone writes the results, each row once, in files that appear whole or not at all. So no
+image is lost or labelled twice, and a command that was killed continues where it stopped when it is repeated.
 
 Needs the extra ``ray``. Importing this module does not import Ray.
 """
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
     import ray
     from pyarrow.fs import FileSystem
 
-#: Images that a worker is given at a time; while the network sees some of them the others are decoded.
+#: Images that a worker gets at a time; while the network works on some of them, others are decoded.
 _BATCH = 256
-#: Key, in the metadata of every Parquet file, of the digest of the classifier that labelled it.
+#: Key of the classifier's digest in the metadata of every Parquet file.
 _CLASSIFIER = b"classifier"
 
 
 class Labelled(NamedTuple):
-    """What a run of :func:`label_collection` did.
+    """Counts of one run of :func:`label_collection`.
 
     Attributes
     ----------
     labelled : int
-        Images that got a label.
+        Images with a new label.
     unreadable : int
-        Images that could not be read and got an error.
+        Images that could not be read.
     known : int
-        Images that an earlier run had dealt with.
+        Images of an earlier run.
     """
 
     labelled: int
@@ -78,14 +78,13 @@ def label_collection(
     classifier : path
         File that :meth:`SimpleCNAPSClassifier.save` wrote, on this machine.
     images : path, URI or list of paths
-        A folder that is searched for images, sub-folders included, or a list of image files, which every machine of
-        the cluster must see at the same place; or the URI of a folder in a storage that Arrow knows (s3://, gs://,
-        hdfs://).
+        A folder, searched with its sub-folders, or a list of image files, which every machine of the cluster must see
+        at the same place; or the URI of a folder in a storage that Arrow knows (s3://, gs://, hdfs://).
     output : path or URI
-        Folder of Parquet files, made if absent. Images that it has rows of are not read again, and one run at a time
-        may write to it. Columns: "path" (absolute; of a URI bucket and key), "label" (what ``predict`` answers),
-        "probability" (of the most probable class), and "error", which is null or says why an image could not be read;
-        then label and probability are null.
+        Folder of Parquet files, made if absent. Images that it has rows of are not read again. Only one run at a time
+        may write to it. Columns: "path" (absolute; for a URI bucket and key), "label" (as by ``predict``),
+        "probability" (of the most probable class), and "error": null, or why the image could not be read; then label
+        and probability are null.
     workers : int, optional
         Default: as many as the cluster has room for.
     cpus_per_worker : int
@@ -93,19 +92,18 @@ def label_collection(
     gpus_per_worker : float
         0 runs the network on the CPU.
     images_per_file : int
-        Rows of a Parquet file; also what a killed worker, or a killed run for each worker, has to do again.
+        Rows of a Parquet file; also how many images a killed worker, or each worker of a killed run, has to repeat.
 
     Returns
     -------
     Labelled
-        What was done.
 
     Raises
     ------
     FileNotFoundError
         There is no such classifier or folder.
     ValueError
-        The classifier's file is none, there is no image, a number is not positive, or ``output`` has labels of
+        ``classifier`` is no saved classifier, there is no image, a number is not positive, or ``output`` has labels of
         another classifier.
     ImportError
         Ray is not installed.
@@ -151,7 +149,7 @@ def label_images(
     gpus_per_worker: float = 0,
     images_per_block: int = 4096,
 ) -> ray.data.Dataset:
-    """Label images as a Ray data set, for pipelines of your own; :func:`label_collection` writes it to files.
+    """Label images as a Ray data set, for pipelines of your own; :func:`label_collection` writes files.
 
     Parameters
     ----------
@@ -160,24 +158,24 @@ def label_images(
     paths : list of paths or Arrow array of strings
         Image files.
     filesystem : pyarrow.fs.FileSystem, optional
-        Where the paths are; by default, files as every machine of the cluster sees them.
+        Where the paths are; default: files that every machine of the cluster sees.
     workers, cpus_per_worker, gpus_per_worker
         As for :func:`label_collection`.
     images_per_block : int
-        Images of a block, which one worker labels as a whole.
+        Images that one worker labels as one block.
 
     Returns
     -------
     ray.data.Dataset
-        A row for each path, in any order: "path", "label", "probability" and "error" as :func:`label_collection`
-        writes them. It is lazy: nothing is labelled before its rows are asked for.
+        A row for each path, in any order, with the columns of :func:`label_collection`. It is lazy: nothing is
+        labelled until rows are requested.
 
     Raises
     ------
     FileNotFoundError
         There is no such classifier.
     ValueError
-        The classifier's file is none, or a number is not positive.
+        ``classifier`` is no saved classifier, or a number is not positive.
     ImportError
         Ray is not installed.
     """
@@ -192,7 +190,7 @@ def label_images(
             raise ValueError(f"{name} must be positive, got {number!r}")
     file = _checked_file(classifier)
     column = paths if isinstance(paths, pa.Array) else pa.array([os.fspath(path) for path in paths], pa.string())
-    # No more to a block than lets every worker have some.
+    # Small enough blocks for every worker to have some.
     size = min(images_per_block, max(1, -(-len(column) // (2 * workers)))) if workers else images_per_block
     table = pa.table({"path": column})
     blocks = [table.slice(start, size) for start in range(0, max(len(table), 1), size)]
@@ -204,7 +202,7 @@ def label_images(
             "cuda" if gpus_per_worker else "cpu",
             filesystem,
         ),
-        batch_size=min(_BATCH, size),  # Ray gives a worker no fewer rows than this, by putting blocks together
+        batch_size=min(_BATCH, size),  # Ray joins blocks until a worker has as many rows
         batch_format="pyarrow",
         zero_copy_batch=True,
         num_cpus=cpus_per_worker,
@@ -230,7 +228,7 @@ class _Worker:
         import pyarrow as pa
         import ray
 
-        torch.set_num_threads(cpus)  # of this process, which is Ray's and does nothing else
+        torch.set_num_threads(cpus)  # this process is Ray's and does nothing else
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "classifier.safetensors"
             path.write_bytes(ray.get(file))
@@ -276,8 +274,8 @@ class _Worker:
         """Label of each image, and probability of its most probable class."""
         if not images:
             return []
-        said = predict_all(self.classifier, images)
-        return list(zip(said.labels.tolist(), said.probabilities.max(axis=1).tolist(), strict=True))
+        found = predict_all(self.classifier, images)
+        return list(zip(found.labels.tolist(), found.probabilities.max(axis=1).tolist(), strict=True))
 
 
 def _require_ray() -> None:
@@ -289,7 +287,7 @@ def _require_ray() -> None:
 
 
 def _checked_file(classifier: str | os.PathLike[str]) -> Path:
-    """The classifier's path, once it is known to load here: a worker that cannot load it would be tried for ever."""
+    """Path of the classifier, after loading it here: Ray would restart workers that cannot load it for ever."""
     SimpleCNAPSClassifier.load(classifier, device="cpu")
     return Path(classifier)
 
@@ -297,7 +295,7 @@ def _checked_file(classifier: str | os.PathLike[str]) -> Path:
 def _listed(
     images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 ) -> tuple[FileSystem | None, list[str]]:
-    """The file system of a collection (None: files) and the paths of its images, absolute in it."""
+    """File system of a collection (None: local files) and the absolute paths of its images."""
     from pyarrow.fs import FileSelector, FileType
 
     if isinstance(images, str) and "://" in images:
@@ -324,7 +322,7 @@ def _storage(place: str | os.PathLike[str]) -> tuple[FileSystem, str]:
 
 
 def _known_paths(store: FileSystem, folder: str, digest: bytes) -> pa.ChunkedArray:
-    """The paths that an output folder has rows of; half-written files of a killed run are removed."""
+    """Paths that an output folder has rows of; half-written files of a killed run are deleted."""
     import pyarrow as pa
     import pyarrow.dataset
     import pyarrow.parquet as pq
@@ -346,7 +344,7 @@ def _known_paths(store: FileSystem, folder: str, digest: bytes) -> pa.ChunkedArr
 
 
 def _write(table: pa.Table, store: FileSystem, folder: str, name: str) -> None:
-    """Write a file that appears whole: readers of Parquet folders pass over names that begin with ``_``."""
+    """Write a file that appears whole: readers of Parquet folders skip names that begin with ``_``."""
     import pyarrow.parquet as pq
 
     pq.write_table(table, f"{folder}/_{name}", filesystem=store)
@@ -356,7 +354,7 @@ def _write(table: pa.Table, store: FileSystem, folder: str, name: str) -> None:
 def main(
     classifier: Annotated[Path, typer.Argument(help="File written by `fit` or `save`.")],
     images: Annotated[str, typer.Argument(help="Folder that every machine sees, or a URI such as s3://bucket/photos.")],
-    output: Annotated[str, typer.Argument(help="Folder or URI for Parquet files; what it holds is not redone.")],
+    output: Annotated[str, typer.Argument(help="Folder or URI for Parquet files. Images it has rows of are skipped.")],
     workers: Annotated[int | None, typer.Option(min=1, help="Default: as many as the cluster has room for.")] = None,
     cpus_per_worker: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
     gpus_per_worker: Annotated[float, typer.Option(min=0, help="0 runs on the CPU.")] = 0,
@@ -374,12 +372,12 @@ def main(
     except (ValueError, OSError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    known = f", {done.known} known before" * bool(done.known)
+    known = f", {done.known} known from earlier runs" * bool(done.known)
     typer.echo(f"{output}: {done.labelled} images labelled, {done.unreadable} unreadable{known}")
 
 
 if __name__ == "__main__":
-    # The workers import this module, so what they unpickle must be of its name and not of __main__.
+    # Workers unpickle objects of this module by its name, which __main__ is not.
     from fewshot_mahalanobis.ray import main as command
 
     typer.run(command)

@@ -172,7 +172,7 @@ def test_a_repeated_run_adds_what_is_new(labelled, saved, collection, tmp_path):
         said = CliRunner().invoke(app, command)
         assert said.exit_code == 0, said.output
         assert counts in said.output
-    assert f"{IMAGES + 2 + 3} known before" in said.output
+    assert f"{IMAGES + 2 + 3} known from earlier runs" in said.output
     rows = pq.read_table(labelled.output).to_pylist()
     assert len({row["path"] for row in rows}) == len(rows) == len(labelled.wanted) + 3
     assert not list(labelled.output.glob("_*"))

@@ -375,6 +375,7 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     "predict_log_proba": lambda world, folder: world.fitted.predict_log_proba(world.images[:2]),
     "decision_function": lambda world, folder: world.fitted.decision_function(world.images[:2]),
     "transform": lambda world, folder: world.fitted.transform(world.images[:2]),
+    "summary": lambda world, folder: str(world.fitted.summary()),
     "score": lambda world, folder: world.fitted.score(world.images, world.names),
     "save": saved,
     "load": lambda world, folder: SimpleCNAPSClassifier.load(world.saved, device="cpu").transform(world.images[:2]),

@@ -1,0 +1,109 @@
+"""What a support set says about itself: counts, leave-one-out accuracy, confusions, suspect images."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from sklearn.exceptions import NotFittedError
+
+from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
+from fewshot_mahalanobis.summary import Confusion, summarise
+from tests.tiny import LABELS, pictures, tiny_classifier
+
+CLASSES = np.array(["cat", "dog", "owl"])
+
+
+@pytest.fixture(scope="module")
+def tiny_task() -> AdaptedTask:
+    return tiny_classifier().task_
+
+
+def clusters(shots: list[int], spread: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features (n, 512) of standard deviation ``spread`` around means about 29 apart."""
+    generator = torch.Generator().manual_seed(seed)
+    means = torch.randn(len(shots), 512, generator=generator) * 0.9
+    labels = torch.arange(len(shots)).repeat_interleave(torch.tensor(shots))
+    return means[labels] + torch.randn(len(labels), 512, generator=generator) * spread, labels
+
+
+def test_accuracy_and_confusions_are_those_of_refitting_without_each_image(tiny_task: AdaptedTask) -> None:
+    features, labels = clusters([6, 1, 9], spread=8.0)
+    summary = summarise(tiny_task.refit(features, labels), CLASSES)
+    pairs: Counter[tuple[str, str]] = Counter()
+    right = 0
+    for i in (labels != 1).nonzero()[:, 0].tolist():  # the only image of a class cannot be left out
+        rest = torch.arange(len(labels)) != i
+        predicted = int(tiny_task.refit(features[rest], labels[rest]).head_logits(features[i : i + 1]).argmax())
+        right += predicted == labels[i]
+        if predicted != labels[i]:
+            pairs[CLASSES[labels[i]], CLASSES[predicted]] += 1
+    assert 0 < right < 15
+    assert (summary.right, summary.counted, summary.accuracy) == (right, 15, right / 15)
+    assert Counter({(c.label, c.predicted): c.images for c in summary.confusions}) == pairs
+    assert [c.images for c in summary.confusions] == sorted(pairs.values(), reverse=True)
+    assert summary.counts == {"cat": 6, "dog": 1, "owl": 9}
+
+
+def test_a_clean_support_set_has_no_suspects(tiny_task: AdaptedTask) -> None:
+    summary = summarise(tiny_task.refit(*clusters([8, 8, 8])), CLASSES)
+    assert summary.accuracy == 1.0
+    assert (summary.confusions, summary.suspects) == ([], [])
+    assert str(summary).splitlines() == [
+        "24 support images of 3 classes", "  cat: 8", "  dog: 8", "  owl: 8", "Leave-one-out accuracy: 24 of 24 (100%)",
+    ]  # fmt: skip
+
+
+def test_a_wrong_label_is_found_with_the_right_one(tiny_task: AdaptedTask) -> None:
+    features, labels = clusters([8, 8, 8])
+    labels[3] = 2
+    summary = summarise(tiny_task.refit(features, labels), CLASSES)
+    (suspect,) = [found for found in summary.suspects if found.kind == "wrong label"]
+    assert (suspect.index, suspect.label, suspect.predicted) == (3, "owl", "cat")
+    assert suspect.probability is not None
+    assert 0.5 < suspect.probability <= 1
+    assert summary.confusions == [Confusion("owl", "cat", 1)]
+    assert f"  image 3 (owl): the others say cat ({suspect.probability:.0%}); is its label right?" in str(summary)
+    assert "a/3.png (owl)" in summary.describe([f"a/{i}.png" for i in range(24)])
+
+
+def test_two_copies_are_one_suspect_and_an_odd_image_another(tiny_task: AdaptedTask) -> None:
+    features, labels = clusters([8, 8, 8])
+    features[5] = features[2] + 0.01
+    features[20] += 60 * torch.nn.functional.normalize(torch.ones(512), dim=0)
+    suspects = summarise(tiny_task.refit(features, labels), CLASSES).suspects
+    assert [(s.index, s.kind, s.twin) for s in suspects if s.kind == "near-duplicate"] == [(2, "near-duplicate", 5)]
+    assert [s.index for s in suspects if s.kind == "outlier"] == [20]
+    text = str(summarise(tiny_task.refit(features, labels), CLASSES))
+    assert "image 2 (cat): almost the same picture as image 5" in text
+    assert "image 20 (owl): unlike every class" in text
+
+
+def test_single_images_have_no_accuracy(tiny_task: AdaptedTask) -> None:
+    summary = summarise(tiny_task.refit(*clusters([1, 1, 1])), CLASSES)
+    assert math.isnan(summary.accuracy)
+    assert summary.suspects == []
+    assert "not measured, as every class has one image" in str(summary)
+
+
+def test_classes_of_very_different_size_are_named(tiny_task: AdaptedTask) -> None:
+    assert "Very different" not in str(summarise(tiny_task.refit(*clusters([4, 8, 16])), CLASSES))
+    text = str(summarise(tiny_task.refit(*clusters([2, 8, 40])), CLASSES))
+    assert "Very different sizes: 'cat' has 2, 'owl' 40." in text
+
+
+def test_a_classifier_summarises_all_images_so_far() -> None:
+    classifier = tiny_classifier()
+    classifier.partial_fit(pictures(2, 3), ["red", "new"])
+    summary = classifier.summary()
+    assert summary.counts == {"blue": 3, "green": 3, "new": 1, "red": 3}
+    assert summary.counted == 9
+    features: NDArray[np.float32] = classifier.transform(pictures(8, 1))
+    assert len(features) == len(LABELS)
+    with pytest.raises(NotFittedError):
+        SimpleCNAPSClassifier().summary()
