@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
 
 from fewshot_mahalanobis import EuclideanHead, RegularizedCovariance, SimpleCNAPS, SimpleCNAPSClassifier
+from fewshot_mahalanobis.evaluation.result import Accuracy, Row
 from fewshot_mahalanobis.plotting import (
     plot_accuracy,
     plot_class_gaussians,
@@ -226,7 +227,7 @@ def test_ellipses_are_the_contours_of_the_marginals_of_the_class_gaussians(width
 def test_a_beta_that_is_to_be_chosen_is_chosen_on_all_dimensions() -> None:
     features, labels = gaussian_task((3, 8, 30))
     codes = torch.from_numpy(np.unique(labels, return_inverse=True)[1])
-    chosen = RegularizedCovariance("auto").on(torch.from_numpy(features), codes)
+    chosen = RegularizedCovariance("auto").with_chosen_settings(torch.from_numpy(features), codes)
     sizes = []
     for covariance in (RegularizedCovariance("auto"), chosen):
         ax = plot_class_gaussians(features, labels, covariance=covariance, ax=Figure().subplots())
@@ -280,37 +281,37 @@ def test_a_published_one_shot_covariance_has_no_marginal_to_draw() -> None:
 # -------------------------------------------------------------------- evaluation
 
 
-def record(source: str, way: int, shot: int, **accuracy: float) -> dict[str, Any]:
-    return {"source": source, "way": way, "shot": shot, "accuracy": {name: [a, 1.5] for name, a in accuracy.items()}}
+def row(name: str, way: int, shot: int, **accuracy: float) -> Row:
+    """Accuracies in per cent, each with an interval of 1.5."""
+    return Row(name=name, way=way, shot=shot, accuracy={m: Accuracy(a / 100, 0.015, 9) for m, a in accuracy.items()})
 
 
 def test_accuracies_stand_over_their_shots_with_their_intervals() -> None:
-    records = [record("mnist", 5, shot, adapted=50 + shot, plain=40 + shot) for shot in (10, 1, 5)]
-    ax = plot_accuracy(records, ax=Figure().subplots())
+    rows = [row("mnist", 5, shot, adapted=50 + shot, plain=40 + shot) for shot in (10, 1, 5)]
+    ax = plot_accuracy(rows, ax=Figure().subplots())
     assert [c.get_label() for c in ax.containers] == ["adapted", "plain"]
     for container, base in zip(ax.containers, (50, 40), strict=True):
         line, _, (bars,) = container
-        assert line.get_xydata().tolist() == [[shot, base + shot] for shot in (1, 5, 10)]
-        assert [(segment[0, 1], segment[1, 1]) for segment in bars.get_segments()] == [
-            (base + shot - 1.5, base + shot + 1.5) for shot in (1, 5, 10)
-        ]
+        np.testing.assert_allclose(line.get_xydata(), [[shot, base + shot] for shot in (1, 5, 10)])
+        ends = [(segment[0, 1], segment[1, 1]) for segment in bars.get_segments()]
+        np.testing.assert_allclose(ends, [(base + shot - 1.5, base + shot + 1.5) for shot in (1, 5, 10)])
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1", "5", "10"]
     assert "shots" in ax.get_xlabel()
 
 
 def test_there_is_a_line_for_each_source_variant_and_other_number() -> None:
-    records = [record(source, way, 5, a=50, b=40) for source in ("mnist", "gtsrb") for way in (5, 10)]
-    labels = [c.get_label() for c in plot_accuracy(records, against="way", ax=Figure().subplots()).containers]
+    rows = [row(source, way, 5, a=50, b=40) for source in ("mnist", "gtsrb") for way in (5, 10)]
+    labels = [c.get_label() for c in plot_accuracy(rows, against="way", ax=Figure().subplots()).containers]
     assert labels == ["mnist, a", "mnist, b", "gtsrb, a", "gtsrb, b"]
-    labels = [c.get_label() for c in plot_accuracy(records, against="shot", ax=Figure().subplots()).containers]
+    labels = [c.get_label() for c in plot_accuracy(rows, against="shot", ax=Figure().subplots()).containers]
     assert len(labels) == 8
     assert "gtsrb, 10-way, b" in labels
 
 
-def test_records_that_cannot_share_a_line_are_refused() -> None:
-    with pytest.raises(ValueError, match="two records of 'mnist'"):
-        plot_accuracy([record("mnist", 5, 1, a=50)] * 2, ax=Figure().subplots())
+def test_rows_that_cannot_share_a_line_are_refused() -> None:
+    with pytest.raises(ValueError, match="two rows of 'mnist'"):
+        plot_accuracy([row("mnist", 5, 1, a=50)] * 2, ax=Figure().subplots())
     with pytest.raises(ValueError, match='must be "shot" or "way"'):
-        plot_accuracy([record("mnist", 5, 1, a=50)], against="episodes")
-    with pytest.raises(ValueError, match="no records"):
+        plot_accuracy([row("mnist", 5, 1, a=50)], against="episodes")
+    with pytest.raises(ValueError, match="no rows"):
         plot_accuracy([])

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis import saving
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint, saving
 from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.data.sources import load_source
 
