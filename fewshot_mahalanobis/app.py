@@ -58,6 +58,10 @@ _CSS = """
     border: 1px solid var(--border-color-primary)}
 .doubt {display: flex; gap: 1.2em; align-items: center}
 .doubt img {width: 112px}
+#learn, #skip {align-self: end}
+#gallery {height: auto; min-height: 0}
+#gallery .grid-wrap {height: auto; min-height: 0; max-height: 60vh; overflow-y: auto}
+#gallery .grid-container {grid-template: none / repeat(auto-fill, minmax(84px, 1fr)) !important; grid-auto-rows: auto !important}
 """
 
 
@@ -111,26 +115,26 @@ def make_page(
                 with gr.Row():
                     add = gr.Button("Add to the class", variant="primary", elem_id="add", scale=2)
                     example = gr.Button("Try an example", elem_id="example", scale=1, min_width=140)
-                state = gr.HTML(elem_id="state")
+                state = gr.HTML(elem_id="state", padding=False)
             with gr.Column(min_width=300):
                 gr.Markdown("## Ask")
                 query = gr.File(label="Pictures to classify", file_count="multiple", height=130, elem_id="query")
                 shot = _camera("Camera", "query-camera")
-                problem = gr.HTML(elem_id="problem")
-                answers = gr.HTML(elem_id="answers")
+                problem = gr.HTML(elem_id="problem", padding=False)
+                answers = gr.HTML(elem_id="answers", padding=False)
                 clear = gr.Button("Clear the answers", visible=False, elem_id="clear")
         with gr.Column(visible=False, elem_id="review") as review:
             gr.Markdown("## Teach it what it is least sure of")
-            doubt = gr.HTML(elem_id="doubt")
+            doubt = gr.HTML(elem_id="doubt", padding=False)
             with gr.Row():
                 truth = gr.Dropdown([], label="What is it?", allow_custom_value=True, elem_id="truth", scale=3)
                 learn = gr.Button("Add to the class", variant="primary", elem_id="learn", scale=1, min_width=140)
                 skip = gr.Button("Skip", elem_id="skip", scale=1, min_width=100)
         with gr.Column(visible=False, elem_id="taught") as taught:
             gr.Markdown("## What it has learned from")
-            classes = gr.HTML(elem_id="classes")
+            classes = gr.HTML(elem_id="classes", padding=False)
             gallery = gr.Gallery(
-                show_label=False, columns=10, height="auto", object_fit="cover", allow_preview=False,
+                show_label=False, columns=8, height="auto", object_fit="cover", allow_preview=False,
                 interactive=False, buttons=[], elem_id="gallery",
             )  # fmt: skip
             with gr.Row(visible=False) as removal:
