@@ -31,9 +31,8 @@ _RESNET_KEY = re.compile(r"^(module\.)?(conv1|bn1|layer[1-4]\.\d)\.")
 _SECOND_COPY = "feature_adaptation_network.feature_extractor."
 
 
-def model_from_state_dict(model_class: type[Model], state_dict: Mapping[str, Any]) -> Model:
-    """Make a model of published weights; see :meth:`SimpleCNAPS.from_published_state_dict`."""
-    config, weights = convert_published_state_dict(state_dict)
+def model_from_state_dict(model_class: type[Model], config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Model:
+    """Make a model of converted weights; see :meth:`SimpleCNAPS.from_published_state_dict`."""
     with torch.random.fork_rng(devices=[]):  # initial weights, soon replaced
         model = model_class(**config)
     try:

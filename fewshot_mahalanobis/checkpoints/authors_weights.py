@@ -101,7 +101,7 @@ def _convert(record: CheckpointRecord, folder: Path, model_class: type[Model]) -
         raise CheckpointError(f"{source}: cannot be read without unpickling arbitrary objects: {error}") from error
     # The authors' mini-ImageNet script keeps the network's weights under this key.
     state_dict = state_dict.get("resnet_dict", state_dict)
-    model = model_class.from_published_state_dict(state_dict)
+    model = model_class.from_published_state_dict(state_dict, image_size=record.image_size)
     with atomic_replace(folder) as temporary:
         save_checkpoint(model, temporary, card=_CARD.format(**vars(record)))
     if local is None:

@@ -58,7 +58,7 @@ class SavedModel(Protocol):
         """A model with these settings and without memory for its weights; ValueError if they are out of range."""
 
     @classmethod
-    def from_published_state_dict(cls, state_dict: Mapping[str, Any]) -> Any:
+    def from_published_state_dict(cls, state_dict: Mapping[str, Any], *, image_size: int = 224) -> Any:
         """A model with the weights of the authors' implementation."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,6 +80,7 @@ class _BackboneDescription(msgspec.Struct, forbid_unknown_fields=True):
     features: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     mean: _Colours
     std: _Colours
+    positions: Annotated[list[str], msgspec.Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Version(msgspec.Struct):
@@ -170,7 +171,9 @@ def _default_card(settings: Mapping[str, Any]) -> str:
     backbone, packages, kind = settings.get("backbone"), "fewshot-mahalanobis", "Simple CNAPS"
     about = ""
     if backbone is not None:
-        kind = "Mahalanobis head on a frozen backbone"
+        kind = (
+            "Simple CNAPS on another backbone" if "positions" in backbone else "Mahalanobis head on a frozen backbone"
+        )
         about = "The backbone is a custom network: `SimpleCNAPS.from_pretrained(name, backbone=network)`.\n\n"
         if backbone["timm"] is not None:
             packages = "'fewshot-mahalanobis[backbones]'"
@@ -267,9 +270,10 @@ def _read_settings(path: Path, model_class: type[SavedModel]) -> dict[str, Any]:
 def _settings_type(model_class: type[SavedModel]) -> type[msgspec.Struct]:
     """A record with a field for each argument of the model; the backbone stands by its description."""
     hints = get_type_hints(model_class.__init__)
-    required = [(name, hints[name]) for name in inspect.signature(model_class).parameters if name != "backbone"]
-    backbone: tuple[str, Any, Any] = ("backbone", _BackboneDescription | msgspec.UnsetType, msgspec.UNSET)
-    return msgspec.defstruct("Settings", [*required, backbone], forbid_unknown_fields=True)
+    optional = {"encoder_size": int, "backbone": _BackboneDescription}
+    required = [(name, hints[name]) for name in inspect.signature(model_class).parameters if name not in optional]
+    rest = [(name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in optional.items()]
+    return msgspec.defstruct("Settings", [*required, *rest], forbid_unknown_fields=True)
 
 
 def checked_settings(config: Mapping[str, Any], source: str, model_class: type[SavedModel]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 What :class:`~fewshot_mahalanobis.networks.resnet.FilmResNet18` is to Simple CNAPS, :class:`Backbone` is to
 :meth:`SimpleCNAPS.from_backbone <fewshot_mahalanobis.SimpleCNAPS.from_backbone>`: images in [-1, 1] go in, features
-come out. Nothing in it is adapted or trained. Its code stays with the library that it comes from, so what is saved are
-its weights and, for timm's networks, the name under which timm makes the same network again.
+come out. It is frozen; FiLM may follow its normalisation layers. Its code stays with the library that it comes from, so
+what is saved are its weights and, for timm's networks, the name under which timm makes the same network again. Weights
+that a dependency brings are not saved.
 """
 
 from __future__ import annotations
@@ -11,16 +12,31 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.efficientnet import (
+    ARCHITECTURES,
+    LITE0,
+    LITE_B0,
+    MEAN,
+    STD,
+    lite0_weights,
+    load_in_order_,
+    pad_for_even_sides_,
+)
+from fewshot_mahalanobis.networks.film import Film, fold_network, modulated_parameters
+from fewshot_mahalanobis.networks.norms import NormCalls, affine_norms, default_positions, trace_norms
 
 #: How far features may lie from what they should be, as a share of their length: weights that were stored in bfloat16
 #: or another device's arithmetic move them less, another activation or another pooling moves them more.
 _TOLERANCE = 0.05
+#: The same of a folded network, which only rounds otherwise.
+_FOLDING_TOLERANCE = 1e-3
 
 
 class FeatureExtractor(Protocol):
@@ -63,6 +79,8 @@ class Backbone(nn.Module):
         By channel, of images from 0 to 1: the network reads (image - mean) / std.
     timm : str, optional
         The name by which timm makes this network; None for any other.
+    positions : sequence of str, optional
+        Normalisation layers that FiLM follows; none by default.
 
     Attributes
     ----------
@@ -72,7 +90,7 @@ class Backbone(nn.Module):
     Raises
     ------
     ValueError
-        ``mean`` or ``std`` is not three finite numbers, or a ``std`` is not positive.
+        ``mean`` or ``std`` is not three finite numbers, a ``std`` is not positive, or a position is no such layer.
     """
 
     scale: Tensor
@@ -88,6 +106,7 @@ class Backbone(nn.Module):
         mean: Sequence[float],
         std: Sequence[float],
         timm: str | None = None,
+        positions: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.network = network.requires_grad_(False).eval()
@@ -96,6 +115,9 @@ class Backbone(nn.Module):
         if min(self.std) <= 0:
             raise ValueError(f"std must be positive, not {self.std}")
         self.timm = timm
+        self._calls = NormCalls([*affine_norms(network)], [], [])  # until a forward pass tells more
+        self.film_positions = self._checked_positions(positions)
+        self._partly_folded: list[nn.Module] = []
         # From [-1, 1] by way of [0, 1] to the network's normalisation, in one product and one sum.
         centre, spread = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (self.mean, self.std))
         self.register_buffer("scale", (0.5 / spread).float(), persistent=False)
@@ -108,14 +130,10 @@ class Backbone(nn.Module):
         return len(self.fingerprint)
 
     @property
-    def film_positions(self) -> dict[str, int]:
-        """None: it is not adapted."""
-        return {}
-
-    @property
     def description(self) -> dict[str, Any]:
         """What ``config.json`` says of the backbone."""
-        return {"timm": self.timm, "features": self.out_features, "mean": list(self.mean), "std": list(self.std)}
+        said = {"timm": self.timm, "features": self.out_features, "mean": list(self.mean), "std": list(self.std)}
+        return {**said, "positions": list(self.film_positions)} if self.film_positions else said
 
     # ---------------------------------------------------------------- making one
 
@@ -127,6 +145,7 @@ class Backbone(nn.Module):
         image_size: int | None,
         mean: Sequence[float] | None,
         std: Sequence[float] | None,
+        positions: Sequence[str] | None = (),
     ) -> Backbone:
         """Wrap a copy of ``module``, in float32; see :meth:`SimpleCNAPS.from_backbone` for what is refused."""
         if image_size is None or mean is None or std is None:
@@ -141,7 +160,7 @@ class Backbone(nn.Module):
             network = copy.deepcopy(module).float()
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"the backbone, a {type(module).__name__}, cannot be copied: {error}") from error
-        return cls(network, 0, image_size=image_size, mean=mean, std=std)._tried()
+        return cls(network, 0, image_size=image_size, mean=mean, std=std)._tried(positions)
 
     @classmethod
     def from_timm(
@@ -151,8 +170,16 @@ class Backbone(nn.Module):
         image_size: int | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        positions: Sequence[str] | None = (),
     ) -> Backbone:
-        """Let timm make a pretrained network without its classification layer; timm fetches the weights."""
+        """Let timm make a pretrained network without its classification layer; timm fetches the weights.
+
+        Those of "efficientnet-lite0" are a dependency.
+        """
+        if name == LITE0:
+            if mean is not None or std is not None:
+                raise ValueError(f"{name!r} has a known normalisation of its images: leave out mean and std")
+            return cls.own(name, image_size or 224, lite0_weights(), positions)
         network = _timm_network(name, image_size, pretrained=True)
         from timm.data import resolve_model_data_config
 
@@ -166,7 +193,16 @@ class Backbone(nn.Module):
             std=data["std"] if std is None else std,
             # In full, as the weights that a bare name stands for may change from one version of timm to the next.
             timm=".".join(filter(None, (origin.get("architecture"), origin.get("tag")))) if known else None,
-        )._tried()
+        )._tried(positions)
+
+    @classmethod
+    def own(
+        cls, name: str, image_size: int, weights: Mapping[str, Tensor], positions: Sequence[str] | None = None
+    ) -> Backbone:
+        """One of the networks with names of our own, filled with weights in the order of its entries."""
+        network = _network(name, image_size)
+        load_in_order_(network, weights)
+        return cls(network, 0, image_size=image_size, mean=MEAN, std=STD, timm=name)._tried(positions)
 
     @classmethod
     def described(cls, description: Mapping[str, Any], image_size: int, network: nn.Module | None = None) -> Backbone:
@@ -184,10 +220,10 @@ class Backbone(nn.Module):
         timm = description["timm"]
         if network is None:
             # "hf-hub:..." and "local-dir:...", which a file from somebody else may say, make timm read and fetch.
-            if timm is None or not _timm().is_model(timm):
+            if timm is None or not (timm in ARCHITECTURES or _timm().is_model(timm)):
                 raise ValueError(f"timm {_timm().__version__} has no network {timm!r}: upgrade timm")
             with torch.device("meta"):
-                network = _timm_network(timm, image_size, pretrained=False)
+                network = _network(timm, image_size)
         else:
             network = copy.deepcopy(network).float()
         return cls(
@@ -197,24 +233,31 @@ class Backbone(nn.Module):
             mean=description["mean"],
             std=description["std"],
             timm=timm,
+            positions=description.get("positions", ()),
         )
 
     def materialise(self) -> None:
         """Give a network of shapes alone its memory."""
         if self.timm is not None and any(parameter.is_meta for parameter in self.network.parameters()):
-            network = _timm_network(self.timm, self.image_size, pretrained=False)
+            network = _network(self.timm, self.image_size)
+            if self.timm == LITE0:
+                load_in_order_(network, lite0_weights())
             self.network = network.requires_grad_(False).eval()
 
     def check_fingerprint(self) -> None:
         """Raise ValueError unless the network computes what it did when it was first wrapped."""
-        found = self._features_of_test_images()[0]
+        found = self._traced_features()[0]
+        self._checked_positions([*self.film_positions])
         if found.shape != self.fingerprint.shape or not _alike(found, self.fingerprint):
             whose = "the network that was given" if self.timm is None else f"timm's {self.timm!r} in this version"
             raise ValueError(f"{whose} computes other features from the saved weights than the network that was saved")
 
-    def _tried(self) -> Backbone:
-        """Run the network once, to learn d and to refuse what could not serve."""
-        found = self._features_of_test_images()
+    def _tried(self, positions: Sequence[str] | None = ()) -> Backbone:
+        """Run the network once, to learn d and its norms, and to refuse what could not serve.
+
+        ``positions`` are those of FiLM; None finds them by rule.
+        """
+        found = self._traced_features()
         if not torch.isfinite(found).all():
             raise ValueError("the backbone gives NaN or infinite features")
         if not _alike(self._features_of_test_images(slice(1))[0], found[0]):
@@ -223,7 +266,36 @@ class Backbone(nn.Module):
                 "have a BatchNorm without running statistics, or a Dropout that is never off?"
             )
         self.fingerprint = found[0].clone()
+        if positions is None:
+            positions = default_positions(self._calls)
+            if not positions:
+                raise ValueError("the backbone has no normalisation layer with a scale and a shift for FiLM to follow")
+        self.film_positions = self._checked_positions(positions)
         return self
+
+    def _checked_positions(self, positions: Sequence[str]) -> dict[str, int]:
+        """Positions of FiLM and their numbers of feature maps."""
+        if unknown := [name for name in positions if name not in self._calls.affine]:
+            raise ValueError(
+                f"FiLM cannot follow {unknown[0]!r}: the layers with a scale and a shift that the network uses once "
+                f"are {', '.join(self._calls.affine) or 'none'}"
+            )
+        widths = affine_norms(self.network)
+        return {name: widths[name] for name in positions}
+
+    def _traced_features(self) -> Tensor:
+        """Features of the test images; on the way, learn which BatchNorms can be folded."""
+        found: list[Tensor] = []
+        self._calls = trace_norms(self.network, lambda: found.append(self._features_of_test_images()))
+        if self._calls.foldable:
+            try:
+                folded = self.for_inference()._features_of_test_images()
+                folds = float((folded - found[0]).norm()) <= _FOLDING_TOLERANCE * float(found[0].norm())
+            except ValueError:  # it cannot read channels_last
+                folds = False
+            if not folds:
+                self._calls = self._calls._replace(foldable=[])
+        return found[0]
 
     @torch.no_grad()
     def _features_of_test_images(self, which: slice = slice(None)) -> Tensor:
@@ -258,8 +330,8 @@ class Backbone(nn.Module):
         images : Tensor of shape (n, 3, s, s)
             In [-1, 1]. Where they are bfloat16 the network runs under autocast: modules that were not written for
             bfloat16 throughout work all the same.
-        film : None
-            A backbone takes no FiLM parameters.
+        film : Film, optional
+            At :attr:`film_positions`; gradients flow to it.
 
         Returns
         -------
@@ -271,21 +343,53 @@ class Backbone(nn.Module):
         ValueError
             The network's output is no tensor (n, d) or (n, d, 1, 1).
         """
-        # Contiguous, as a network of unknown origin may call ``view``.
-        normalised = (images.float() * self.scale + self.shift).contiguous()
-        if images.dtype == torch.bfloat16:
-            with torch.autocast(images.device.type, torch.bfloat16):
+        # Not every network can read channels_last: it may call ``view``. One that folds has been tried.
+        layout = torch.channels_last if self._calls.foldable else torch.contiguous_format
+        normalised = (images.float() * self.scale + self.shift).contiguous(memory_format=layout)
+        bfloat16 = images.dtype == torch.bfloat16
+        with torch.autocast(images.device.type, torch.bfloat16) if bfloat16 else nullcontext():
+            if film is None:
                 return _vectors(self.network(normalised))
-        return _vectors(self.network(normalised))
+            if not self._partly_folded:  # the other BatchNorms are constant: a third of the time
+                keep = [*self.film_positions]
+                self._partly_folded.append(fold_network(self.network, self._calls.foldable, keep=keep))
+            network = self._partly_folded[0]
+            return _vectors(functional_call(network, modulated_parameters(network, film), (normalised,)))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Backbone:
+        self._partly_folded.clear()
+        return super()._apply(fn, recurse)
+
+    # Weights that a dependency brings are no part of the state.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The weights and the fingerprint; of EfficientNet-Lite0 the fingerprint alone."""
+        state = super().state_dict(*args, **kwargs)
+        if self.timm == LITE0:
+            start = kwargs.get("prefix", "") + "network."
+            for name in [name for name in state if name.startswith(start)]:
+                del state[name]
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.timm == LITE0:
+            state_dict.update({f"{prefix}network.{name}": value for name, value in self.network.state_dict().items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> Backbone:
-        """A module of its own that shares the weights: moving this one does not move the other.
+        """A module of its own: moving this one does not move the other.
 
-        They stay in float32, as the network runs as its authors wrote it, under autocast for bfloat16.
+        Convolutions absorb FiLM and BatchNorm where they can; other tensors are shared. The weights stay in float32, as
+        the network runs as its authors wrote it, under autocast for bfloat16.
         """
-        shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self.parameters()}
-        shared |= {id(buffer): buffer for buffer in self.buffers()}
-        return copy.deepcopy(self, shared)
+        network = fold_network(self.network, self._calls.foldable, film)
+        if self._calls.foldable:
+            network = network.to(memory_format=torch.channels_last)
+        ready = Backbone(
+            network, self.out_features, image_size=self.image_size, mean=self.mean, std=self.std, timm=self.timm
+        ).to(self.scale.device)
+        ready._calls = self._calls
+        return ready
 
 
 def _vectors(output: Any) -> Tensor:
@@ -341,6 +445,22 @@ def _check_connection(repository: str, *files: str | None) -> None:
         raise  # it answers, and says why not
     except Exception as error:  # the transport's, which varies
         raise ConnectionError(f"no connection to {huggingface_hub.constants.ENDPOINT} ({error})") from error
+
+
+def _network(name: str, image_size: int) -> Any:
+    """A network of a name of our own or of timm's, its weights yet to come."""
+    network = _timm_network(ARCHITECTURES.get(name, name), image_size, pretrained=False)
+    if name == LITE_B0:
+        pad_for_even_sides_(network)
+    return network
+
+
+def is_network_name(name: str) -> bool:
+    """Whether :meth:`Backbone.from_timm` knows the name; no error where timm is absent."""
+    try:
+        return name == LITE0 or bool(_timm().is_model(name))
+    except ImportError:
+        return False
 
 
 def _timm_network(name: str, image_size: int | None, *, pretrained: bool) -> Any:

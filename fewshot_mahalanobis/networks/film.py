@@ -7,7 +7,9 @@ fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,11 +101,7 @@ class FoldedConv(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        assert bn.running_mean is not None
-        assert bn.running_var is not None
-        # One number per feature map: float64 costs nothing here and saves a rounding.
-        scale = bn.weight.double() / torch.sqrt(bn.running_var.double() + bn.eps)
-        shift = bn.bias.double() - bn.running_mean.double() * scale
+        scale, shift = _scale_and_shift(bn)
         if film is not None:
             gamma, beta = film[0].double(), film[1].double()
             scale, shift = scale * gamma, shift * gamma + beta
@@ -116,3 +114,67 @@ class FoldedConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding)
+
+
+def _scale_and_shift(bn: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """BatchNorm in inference mode as scale * x + shift, both float64 (C,)."""
+    assert bn.running_mean is not None
+    assert bn.running_var is not None
+    # One number per feature map: float64 costs nothing here and saves a rounding.
+    scale = bn.weight.double() / torch.sqrt(bn.running_var.double() + bn.eps)
+    return scale, bn.bias.double() - bn.running_mean.double() * scale
+
+
+def modulated_parameters(network: nn.Module, film: Film) -> dict[str, Tensor]:
+    """The parameters of any network that FiLM replaces, by name: (w, b) of a norm become (gamma w, gamma b + beta)."""
+    replaced = {}
+    for name, (gamma, beta) in film.items():
+        norm: Any = network.get_submodule(name)
+        replaced[f"{name}.weight"], replaced[f"{name}.bias"] = norm.weight * gamma, norm.bias * gamma + beta
+    return replaced
+
+
+@torch.no_grad()
+def fold_network(
+    network: nn.Module, foldable: Sequence[tuple[str, str]], film: Film | None = None, keep: Sequence[str] = ()
+) -> nn.Module:
+    """A copy of any network for inference whose convolutions absorb FiLM and the BatchNorms behind them.
+
+    Parameters
+    ----------
+    network : nn.Module
+        In evaluation mode. The copy shares every tensor that is not changed.
+    foldable : sequence of (str, str)
+        Convolution and BatchNorm, from :func:`~fewshot_mahalanobis.networks.norms.trace_norms`.
+    film : Film, optional
+        Behind a norm that cannot be folded, it replaces that norm's scale and shift.
+    keep : sequence of str
+        BatchNorms that stay.
+    """
+    # Parameters of its own, as a move changes them in place, that share their memory.
+    shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in network.parameters()}
+    folded = copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
+    for name, value in modulated_parameters(network, Film({}) if film is None else film).items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(folded.get_submodule(owner), attribute, nn.Parameter(value, requires_grad=False))
+    for conv_name, norm_name in foldable:
+        if norm_name in keep:
+            continue
+        conv, norm = folded.get_submodule(conv_name), folded.get_submodule(norm_name)
+        assert isinstance(conv, nn.Conv2d)
+        assert isinstance(norm, nn.BatchNorm2d)
+        scale, shift = _scale_and_shift(norm)
+        if conv.bias is not None:
+            shift = shift + conv.bias.double() * scale
+        weight = conv.weight * scale.to(conv.weight.dtype)[:, None, None, None]
+        conv.weight = nn.Parameter(weight, requires_grad=False)
+        conv.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=False)
+        folded.set_submodule(norm_name, _activation_of(norm))
+    return folded
+
+
+def _activation_of(norm: nn.BatchNorm2d) -> nn.Module:
+    """What timm hides in a BatchNorm."""
+    if type(norm) is nn.BatchNorm2d:
+        return nn.Identity()
+    return nn.Sequential(getattr(norm, "drop", nn.Identity()), norm.act)  # type: ignore[arg-type]

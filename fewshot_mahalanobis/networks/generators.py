@@ -10,6 +10,7 @@ by one vector takes longer than to multiply.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 
@@ -107,7 +108,7 @@ class FilmGenerator(nn.Module):
 
     def penalty(self) -> Tensor:
         """Sum of squares of all scales, the quantity that meta-training penalises."""
-        return torch.stack([p.square().sum() for name, p in self.named_parameters() if ".scales." in name]).sum()
+        return torch.stack([p.square().sum() for name, p in self.named_parameters() if "scales." in name]).sum()
 
     def forward(
         self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
@@ -147,3 +148,33 @@ class AutoregressiveFilmGenerator(FilmGenerator):
                 step = partial(recomputed, extractor.layer) if in_bounded_memory else extractor.layer
                 maps = [step(index, chunk, film) for chunk in maps]
         return film
+
+
+class NetworkFilmGenerator(FilmGenerator):
+    """FiLM parameters of any network from z, each vector by a small network of its own (LITE, NeurIPS 2021).
+
+    A vector of C entries is Linear(64, C) of ReLU(LayerNorm(Linear(64, 64))) of z, times a learned vector.
+
+    Parameters
+    ----------
+    positions : mapping of str to int
+        Normalisation layer and its number of feature maps C.
+    """
+
+    def __init__(self, positions: Mapping[str, int]) -> None:
+        nn.Module.__init__(self)
+        self.positions = tuple(positions)
+        self.processors, self.scales = nn.ModuleList(), nn.ParameterList()
+        for width in positions.values():
+            for _ in range(2):  # gamma, beta
+                first = [nn.Linear(TASK_FEATURES, TASK_FEATURES), nn.LayerNorm(TASK_FEATURES), nn.ReLU()]
+                self.processors.append(nn.Sequential(*first, nn.Linear(TASK_FEATURES, width)))
+                self.scales.append(nn.Parameter(nn.init.normal_(torch.empty(width), 0.0, 0.001)))
+
+    def forward(self, z: Tensor, support_images: Tensor, extractor: nn.Module, chunk_size: int | None = None) -> Film:
+        """Z (64,) -> FiLM parameters. The support images and the extractor are not looked at."""
+        with full_precision(z):
+            vectors = [p(z) * scale for p, scale in zip(self.processors, self.scales, strict=True)]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        # gamma is generated about 1: a fresh generator leaves the network nearly as it is.
+        return Film({name: (gamma + 1, beta) for name, (gamma, beta) in zip(self.positions, pairs, strict=True)})

@@ -26,16 +26,18 @@ from typing import Any
 import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fewshot_mahalanobis.checkpoints.authors_state_dict import model_from_state_dict
+from fewshot_mahalanobis.checkpoints.authors_state_dict import convert_published_state_dict, model_from_state_dict
 from fewshot_mahalanobis.checkpoints.format import save_checkpoint
 from fewshot_mahalanobis.checkpoints.hub import load_pretrained
+from fewshot_mahalanobis.checkpoints.lite_state_dict import convert_lite_state_dict, is_lite
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import Head, make_head
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
 from fewshot_mahalanobis.networks.backbone import Backbone, FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
-from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator
+from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator, NetworkFilmGenerator
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
 
@@ -82,8 +84,10 @@ class SimpleCNAPS(
         Put the learned projection of the "+P" variant before the head.
     image_size : int
         Side of the square images the network was trained on, in pixels.
+    encoder_size : int, optional
+        Side that images are resized to for the set encoder, in pixels; by default it sees them as they are.
     backbone : Backbone, optional
-        A frozen network in place of the FiLM ResNet18, without adaptation: made by :meth:`from_backbone`.
+        A frozen network in place of the FiLM ResNet18: made by :meth:`from_backbone`.
 
     Attributes
     ----------
@@ -111,19 +115,24 @@ class SimpleCNAPS(
         one_shot_covariance: str = "zero",
         projection: bool = False,
         image_size: int = 84,
+        encoder_size: int | None = None,
         backbone: Backbone | None = None,
     ) -> None:
         super().__init__()
         if adaptation not in GENERATORS:
             raise ValueError(f"adaptation must be one of {sorted(GENERATORS)}, not {adaptation!r}")
-        smallest = 32 if backbone is None else 1  # the set encoder halves an image five times
+        smallest = 32 if backbone is None or adaptation != "none" else 1  # the set encoder halves an image five times
         if not smallest <= image_size <= 1024:
             raise ValueError(f"image_size must be from {smallest} to 1024 pixels, not {image_size!r}")
-        if backbone is not None and (adaptation != "none" or head == "linear" or projection):
+        if encoder_size is not None and (adaptation == "none" or not 32 <= encoder_size <= 1024):
+            raise ValueError(f"encoder_size, of a model that adapts, is from 32 to 1024 pixels, not {encoder_size!r}")
+        if backbone is not None and (adaptation == "auto-regressive" or head == "linear" or projection):
             raise ValueError(
-                "a backbone has no trained adaptation, linear head or projection: use adaptation='none', "
-                "projection=False and another head"
+                "a backbone takes no auto-regressive adaptation, linear head or projection: use adaptation='film' or "
+                "'none', projection=False and another head"
             )
+        if backbone is not None and (adaptation == "film") != bool(backbone.film_positions):
+            raise ValueError("a backbone has positions for FiLM where adaptation is 'film', and nowhere else")
         self.config: dict[str, Any] = {
             "adaptation": adaptation,
             "head": head,
@@ -134,15 +143,20 @@ class SimpleCNAPS(
             "projection": projection,
             "image_size": image_size,
         }
+        if encoder_size is not None:
+            self.config["encoder_size"] = encoder_size
         if backbone is not None:
             self.config["backbone"] = backbone.description
+        self.encoder_size = encoder_size
         self.image_size = image_size
         self.feature_extractor: FeatureExtractor = (
             FilmResNet18().requires_grad_(False).eval() if backbone is None else backbone
         )
         generator = GENERATORS[adaptation]
         self.set_encoder = SetEncoder() if generator is not None else None
-        self.film_generator = generator() if generator is not None else None
+        self.film_generator: FilmGenerator | None = None
+        if generator is not None:
+            self.film_generator = generator() if backbone is None else NetworkFilmGenerator(backbone.film_positions)
         self.projection = ProjectionNetwork(FilmResNet18.out_features) if projection else None
         covariance = RegularizedCovariance(beta, task_covariance, one_shot_covariance)
         self.head: Head = make_head(head, covariance=covariance, scale=scale)
@@ -164,7 +178,14 @@ class SimpleCNAPS(
         """Z = g_phi(S): support images (n, 3, h, w) in [-1, 1] -> (64,)."""
         if self.set_encoder is None:
             raise ValueError("this model does not adapt: it has no set encoder")
-        return self.set_encoder(support_images, chunk_size)
+        return self.set_encoder(self.encoder_input(support_images), chunk_size)
+
+    def encoder_input(self, images: Tensor) -> Tensor:
+        """Images (n, 3, h, w) at the size that the set encoder sees."""
+        side = self.encoder_size
+        if side is None or tuple(images.shape[2:]) == (side, side):
+            return images
+        return F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True)
 
     def film_parameters(self, support_images: Tensor, chunk_size: int | None = None) -> Film | None:
         """FiLM parameters psi_phi(g_phi(S)) for a support set; None for a model that does not adapt.
@@ -276,13 +297,17 @@ class SimpleCNAPS(
         scale: float = 1.0,
         beta: float | str = "auto",
         task_covariance: bool = True,
+        adaptation: str = "none",
+        positions: Sequence[str] | None = None,
+        encoder_size: int | None = None,
     ) -> SimpleCNAPS:
-        """Put the head on another frozen network, without adaptation: of timm, of torchvision, or of your own.
+        """Put the head on another frozen network: of timm, of torchvision, or of your own.
 
         Parameters
         ----------
         backbone : str or nn.Module
-            The name of a pretrained network of timm ("resnet18.a1_in1k"), whose weights timm fetches; or any module
+            The name of a pretrained network of timm ("resnet18.a1_in1k"), whose weights timm fetches, or
+            "efficientnet-lite0", whose weights are a dependency; or any module
             that turns normalised images (n, 3, s, s) into features (n, d) or (n, d, 1, 1), its classification layer
             cut off. Of a module a copy is used, in float32; it always runs in evaluation mode, without gradients of its
             parameters.
@@ -296,6 +321,14 @@ class SimpleCNAPS(
         beta : float or "auto"
             Ridge in squared feature units. The default suits features of any scale: it is chosen on each support set by
             exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.choose.choose_settings`).
+        adaptation : {"none", "film"}
+            "film" adds a set encoder and a FiLM generator with random weights, to be trained by ``meta-train``.
+        positions : sequence of str, optional
+            Normalisation layers that FiLM follows, as ``named_modules()`` of the network names them. By default, in a
+            convolutional network, the first one, those behind convolutions larger than 1 x 1, and the last one; in a
+            transformer, every one.
+        encoder_size : int, optional
+            Side that images are resized to for the set encoder, in pixels; by default it sees them as they are.
 
         Returns
         -------
@@ -309,29 +342,34 @@ class SimpleCNAPS(
         ValueError
             timm has no such network or cannot fetch it; a module came without ``image_size``, ``mean`` and ``std``,
             cannot be copied or cannot read such images; its output is no features, not finite, or depends on the other
-            images of a batch.
+            images of a batch; FiLM cannot follow one of ``positions``.
         """
         make = Backbone.from_timm if isinstance(backbone, str) else Backbone.from_module
-        wrapped = make(backbone, image_size=image_size, mean=mean, std=std)  # type: ignore[arg-type]
+        at = positions if adaptation == "film" else ()
+        wrapped = make(backbone, image_size=image_size, mean=mean, std=std, positions=at)  # type: ignore[arg-type]
         return cls(
-            adaptation="none",
+            adaptation=adaptation,
             head=head,
             scale=scale,
             beta=beta,
             task_covariance=task_covariance,
             image_size=wrapped.image_size,
+            encoder_size=encoder_size,
             backbone=wrapped,
         ).eval()
 
     @classmethod
-    def from_published_state_dict(cls, state_dict: Mapping[str, Any]) -> SimpleCNAPS:
+    def from_published_state_dict(cls, state_dict: Mapping[str, Any], *, image_size: int = 224) -> SimpleCNAPS:
         """Read the weights of the authors' implementation, with its conventions.
 
         Parameters
         ----------
         state_dict : mapping of str to Tensor
-            Of Simple CNAPS, Simple AR-CNAPS, their "no adaptation" form, CNAPS, AR-CNAPS, or a bare
-            pretrained ResNet18 of theirs (read as "no adaptation"); told apart by their keys.
+            Of Simple CNAPS, Simple AR-CNAPS, their "no adaptation" form, CNAPS, AR-CNAPS, a bare
+            pretrained ResNet18 of theirs (read as "no adaptation"), or LITE's Simple CNAPS on EfficientNet-B0
+            (Bronskill et al., NeurIPS 2021); told apart by their keys.
+        image_size : int
+            Of LITE's weights, which do not tell it: side of the images they were trained on, in pixels.
 
         Returns
         -------
@@ -342,8 +380,14 @@ class SimpleCNAPS(
         ------
         ValueError
             A key is missing or unknown, a shape differs, or the weights are Transductive CNAPS's.
+        ImportError
+            The weights are LITE's, and timm is absent.
         """
-        return model_from_state_dict(cls, state_dict)
+        lite = is_lite(state_dict)
+        converted = (
+            convert_lite_state_dict(state_dict, image_size) if lite else convert_published_state_dict(state_dict)
+        )
+        return model_from_state_dict(cls, *converted)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], network: nn.Module | None = None) -> SimpleCNAPS:

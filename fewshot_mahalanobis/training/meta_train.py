@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
+from fewshot_mahalanobis.heads import MahalanobisHead
+from fewshot_mahalanobis.networks.backbone import is_network_name
+from fewshot_mahalanobis.networks.efficientnet import LITE0
 from fewshot_mahalanobis.networks.generators import FilmGenerator, LayerGenerator
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -40,16 +45,31 @@ from fewshot_mahalanobis.training.validation import better_on_most, validate
 class TaskLogits(nn.Module):
     """Logits of a task as one forward pass, which Accelerate wraps to average gradients between processes."""
 
-    def __init__(self, model: SimpleCNAPS, lite: int | None = None) -> None:
+    def __init__(self, model: SimpleCNAPS, lite: int | None = None, learn_scale: bool = False) -> None:
         super().__init__()
         self.model = model
         self.lite = lite
+        self.log_scale: nn.Parameter | None = None
+        if learn_scale:
+            if not isinstance(model.head, MahalanobisHead):
+                raise ValueError("learn_scale is for the Mahalanobis head")
+            self.log_scale = nn.Parameter(torch.tensor(model.head.scale, device=model.device).log())
 
     def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
         """Logits (m, k), see :class:`SimpleCNAPS`; with LITE's gradient if ``lite`` is set."""
         if self.lite is None:
-            return self.model(support_images, support_labels, query_images)
-        return lite_logits(self.model, support_images, support_labels, query_images, self.lite)
+            logits = self.model(support_images, support_labels, query_images)
+        else:
+            logits = lite_logits(self.model, support_images, support_labels, query_images, self.lite)
+        if self.log_scale is None:
+            return logits
+        return logits / cast(MahalanobisHead, self.model.head).scale * self.log_scale.exp()
+
+    def store_scale(self) -> None:
+        """Give the model the scale that was learned."""
+        if self.log_scale is not None:
+            scale = float(self.log_scale.detach().exp())
+            cast(MahalanobisHead, self.model.head).scale = self.model.config["scale"] = scale
 
 
 def scale_features_(model: SimpleCNAPS, factor: float) -> None:
@@ -93,12 +113,16 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
     """
     from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 
-    known = [name for name in inspect.signature(SimpleCNAPS).parameters if name != "backbone"]
+    # A name of ours is that of a checkpoint even where timm has it too.
+    by_name = recipe.backbone == LITE0 or (recipe.backbone not in CHECKPOINTS and is_network_name(recipe.backbone))
+    make: Callable[..., SimpleCNAPS] = SimpleCNAPS.from_backbone if by_name else SimpleCNAPS
+    settings = {"adaptation": "film", "beta": 1.0, **recipe.model}
+    known = [name for name in inspect.signature(make).parameters if name != "backbone"]
     if unknown := sorted(set(recipe.model) - set(known)):
         raise ValueError(f"model has no setting {unknown[0]!r} (settings are {', '.join(known)})")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = SimpleCNAPS(**recipe.model)
+        model = make(recipe.backbone, **settings) if by_name else make(**settings)
     if model.film_generator is None:
         raise ValueError("a model without adaptation has nothing to meta-train")
     if recipe.init is not None:
@@ -106,6 +130,8 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
         if {**before.config, "scale": model.config["scale"]} != model.config:  # s is not a weight
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
         model.load_state_dict(before.state_dict())
+    if by_name:
+        return model
     cast(FilmResNet18, model.feature_extractor).load_state_dict(_backbone_weights(recipe.backbone))
     scale_features_(model, recipe.feature_scale)
     return model
@@ -185,14 +211,15 @@ def meta_train(
     validation = {source: ValidationTasks(opened[source], recipe) for source in recipe.validation}
 
     model.to(accelerator.device).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=recipe.learning_rate)
+    logits_of = TaskLogits(model, recipe.lite, recipe.learn_scale)
+    optimizer = torch.optim.Adam([p for p in logits_of.parameters() if p.requires_grad], lr=recipe.learning_rate)
     best: dict[str, float] | None = None
     start = 0
     if (state := run.resume()) is not None:
-        model.load_state_dict(state["model"])
+        logits_of.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         best, start = state["best"], state["step"]
-    network = accelerator.prepare_model(TaskLogits(model, recipe.lite))
+    network = accelerator.prepare_model(logits_of)
     accelerator.wait_for_everyone()
 
     steps = recipe.tasks // recipe.tasks_per_step
@@ -234,6 +261,7 @@ def meta_train(
         record["tasks_per_second"] = round(recipe.tasks_per_step / (time.monotonic() - reported), 3)
         bar.set_postfix(loss=f"{mean_loss:.3f}", accuracy=f"{mean_accuracy:.3f}")
         last = step + 1 == steps
+        logits_of.store_scale()
         if validation and (last or validation_due(step, recipe)):
             dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
             accuracies = validate(model, validation, accelerator, dtype, workers=workers, progress=progress)
@@ -245,7 +273,12 @@ def meta_train(
         run.log(step + 1, **record)
         reported = time.monotonic()
         if accelerator.is_main_process and (last or reported - saved > save_every):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "best": best, "step": step + 1}
+            state = {
+                "model": logits_of.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "best": best,
+                "step": step + 1,
+            }
             run.save(state)
             saved = time.monotonic()
     model.to("cpu").eval()

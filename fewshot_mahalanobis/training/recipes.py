@@ -113,11 +113,12 @@ class MetaTrainRecipe(_Checked):
         Sources of the tasks, all equally likely; repeat one to draw it more often. See
         :func:`~fewshot_mahalanobis.data.datasets.open_source`; "glyphs" are synthetic characters.
     backbone : str
-        ``backbone.safetensors``, written by ``pretrain``, or a checkpoint (name, folder or Hub repository).
+        ``backbone.safetensors``, written by ``pretrain``; a network of timm or "efficientnet-lite0"; or a checkpoint
+        (name, folder or Hub repository).
     validation : tuple of str
         Sources to select the best checkpoint on.
     model : mapping
-        Arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS`.
+        Arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS`, or of its ``from_backbone`` for a network by name.
     init : str, optional
         Checkpoint of the same ``model`` whose adaptation networks to start from; default: random weights.
     root : str, optional
@@ -130,6 +131,8 @@ class MetaTrainRecipe(_Checked):
         Tasks per gradient step, divided between the processes of a run.
     learning_rate : float
         Adam learning rate.
+    learn_scale : bool
+        Train the scale s of the Mahalanobis head too.
     schedule : {"constant", "cosine"}
         Learning rate schedule. "cosine" warms up during a twentieth of the steps and then falls to zero: for short
         runs.
@@ -175,6 +178,7 @@ class MetaTrainRecipe(_Checked):
     tasks: Count = 110_000
     tasks_per_step: Count = 16
     learning_rate: Positive = 5e-4
+    learn_scale: bool = False
     schedule: Schedule = "constant"
     penalty: NotNegative = 0.001
     episodes: EpisodeKind = "variable"
