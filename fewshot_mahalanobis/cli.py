@@ -104,6 +104,9 @@ def fit(
     false_rejection_rate: Annotated[
         float, typer.Option(help="Share of images of known classes that may get --unknown-label by mistake.")
     ] = 0.05,
+    report: Annotated[
+        bool, typer.Option("--report", help="Show leave-one-out accuracy, confused classes and suspect images.")
+    ] = False,
     skip_errors: SkipErrors = False,
     device: Device = "auto",
 ) -> None:
@@ -115,7 +118,7 @@ def fit(
 
         fewshot-mahalanobis fit photos/ -o flowers.safetensors
 
-        fewshot-mahalanobis fit labels.csv -o flowers.safetensors --skip-errors
+        fewshot-mahalanobis fit labels.csv -o flowers.safetensors --skip-errors --report
 
         fewshot-mahalanobis fit photos/ -o flowers.safetensors --unknown-label "no flower"
     """
@@ -141,6 +144,8 @@ def fit(
         classifier.save(output)
     counts = ", ".join(f"{name} {n}" for name, n in zip(classifier.classes_, classifier.class_counts_, strict=True))
     typer.echo(f"{output}: {len(classifier.classes_)} classes ({counts})")
+    if report:
+        typer.echo(classifier.summary().describe([path for path in paths if path not in skipped]))
     report_skipped(skipped, len(paths))
 
 

@@ -276,6 +276,17 @@ def test_images_are_sorted_into_folders_and_back(photos, model, tmp_path):
     assert "nothing was sorted" in run("unsort", photos, status=1)
 
 
+def test_a_report_names_the_image_with_the_wrong_label(photos, checkpoint, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos" / "red" / "0.png").rename(tmp_path / "photos" / "blue" / "moved.png")
+    settings = ("--checkpoint", checkpoint, "--device", "cpu", "--head", "euclidean")
+    said = run("fit", tmp_path / "photos", "-o", tmp_path / "m", *settings, "--report")
+    assert "9 support images of 3 classes" in said
+    assert "Leave-one-out accuracy: 8 of 9" in said
+    assert str(tmp_path / "photos" / "blue" / "moved.png") in said
+    assert "Leave-one-out" not in run("fit", photos, "-o", tmp_path / "m", *settings)
+
+
 def test_what_was_found_beside_the_images_is_said(photos, checkpoint, model, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     (tmp_path / "photos" / "red" / "film.mp4").write_bytes(b"film")
