@@ -38,11 +38,11 @@ _GRID = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
 #: Prior: log10(beta / v) ~ Normal(CENTRE, SPREAD). From validation classes; so are the two after it.
 _CENTRE, _SPREAD = 0.75, 0.5
 #: log10(beta / v), b and the scale where every class has one example.
-_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, _ONE_SHOT_SCALE = 1.5, 0.1, 1.0
+_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, _ONE_SHOT_SCALE = 1.5, 0.1, 14.0
 #: Bounds of b.
 _MIN_SPREAD, _MAX_SPREAD = 1e-2, 1e4
 #: The choice listens to at most so many left-out examples, evenly from all classes.
-_MAX_LEFT_OUT = 1000
+_MAX_LEFT_OUT = 500
 #: Label smoothing in the leave-one-out likelihood, in pseudo-examples over all classes.
 _PSEUDO_EXAMPLES = 0.25
 
@@ -70,6 +70,15 @@ class MeansSettings:
     freedom: float
     scale: float
     shared: str
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "spread", "scale"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise ValueError(f"{name} must be positive and finite, got {value!r}")
+        if not (math.isfinite(self.freedom) and self.freedom >= 0):
+            raise ValueError(f"freedom must be 0 or more and finite, got {self.freedom!r}")
+        if self.shared not in ("within", "task"):
+            raise ValueError(f'shared must be "within" or "task", got {self.shared!r}')
 
     @property
     def covariance(self) -> RegularizedCovariance:
@@ -204,7 +213,7 @@ class LeftOut:
 
     @property
     def freedom(self) -> int:
-        """n - k, the divisor of the pooled covariance."""
+        """Divisor n - k of the pooled covariance."""
         return len(self.labels) - len(self.counts)
 
     def at(self, beta: float) -> _AtBeta:
@@ -255,7 +264,7 @@ class _AtBeta:
         own[torch.arange(len(rows), device=rows.device), y] = True
         v_means = (parts.v[rows] * self.weights) @ parts.means.T  # v_i^T B^-1 M_j; the v_i lie in the span
         length, factor = self.length[rows, None], self.factor[rows, None]
-        # Without i: its class mean moves by -e v_i, c by -e v_i / k, hence M_j by g_j v_i and x_i - c by (1 + e / k) v_i.
+        # Without i its class mean moves by -e v_i and c by -e v_i / k: so M_j becomes M_j + g_j v_i.
         e = 1 / (self.shots[rows, None] - 1)
         g = torch.where(own, e / k - e, e / k)
         a = 1 + e / k  # x_i - c = a v_i + M_y
