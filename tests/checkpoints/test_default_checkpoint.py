@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import available_checkpoints, load_checkpoint
-from fewshot_mahalanobis.demo import compare, digits, run_demo
 from fewshot_mahalanobis.data.sources import load_source
+from fewshot_mahalanobis.demo import compare, digits, run_demo
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
 
 DATA = Path(os.environ.get("FEWSHOT_MAHALANOBIS_DATA", Path(__file__).parents[3] / "shared" / "data"))

@@ -1,6 +1,6 @@
 """Run tests and count what they try: the figures of hostile files and faults in docs/trust.md.
 
-    python -m tests.fuzz.tally tests/robustness/test_hostile_files.py tests/checkpoints/test_checkpoints.py
+    python -m tests.fuzz.tally tests/robustness/test_hostile_files.py tests/checkpoints
 
 prints for each test how many of its cases passed, and how many errors those met where they said that one must come
 (``pytest.raises``). Arguments are those of pytest.

@@ -1,0 +1,300 @@
+"""The format of a checkpoint, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
+from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from tests.checkpoints.models import Bomb, same_weights
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A checkpoint for one test to damage: its own config.json, the weights by link."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
+    os.link(saved / "model.safetensors", folder / "model.safetensors")
+    return folder
+
+
+def test_float32_checkpoint_comes_back_bit_for_bit(model, tmp_path):
+    save_checkpoint(model, tmp_path / "new" / "folder")
+    loaded = load_checkpoint(tmp_path / "new" / "folder")
+    assert same_weights(loaded, model)
+    assert loaded.config == model.config
+    assert not loaded.training
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_float16_storage_is_read_as_float32_and_keeps_vectors_exact(model, saved):
+    loaded = read_checkpoint(saved, SimpleCNAPS)
+    stored = load_file(saved / "model.safetensors")
+    for name, weight in model.state_dict().items():
+        got = loaded.state_dict()[name]
+        assert got.dtype == weight.dtype
+        if weight.ndim > 1:
+            assert stored[name].dtype == torch.float16
+            assert torch.equal(got, weight.half().float())
+        else:
+            assert torch.equal(got, weight)
+
+
+def test_loaded_model_has_no_parameter_left_without_memory_and_keeps_the_backbone_frozen(model, saved):
+    loaded = read_checkpoint(saved, SimpleCNAPS)
+    assert not any(tensor.is_meta for tensor in [*loaded.parameters(), *loaded.buffers()])
+    assert {n: p.requires_grad for n, p in loaded.named_parameters()} == {
+        n: p.requires_grad for n, p in model.named_parameters()
+    }
+
+
+def test_loaded_weights_do_not_follow_later_changes_of_the_file(model, tmp_path):
+    save_checkpoint(model, tmp_path)
+    loaded = read_checkpoint(tmp_path, SimpleCNAPS)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(-4096, os.SEEK_END)
+        file.write(b"\xff" * 4096)
+    assert same_weights(loaded, model)
+
+
+def test_config_holds_the_settings_and_the_format_version(model, saved):
+    assert json.loads((saved / "config.json").read_text()) == {"format_version": 1, **model.config}
+
+
+def test_saving_replaces_a_checkpoint_but_keeps_its_model_card(model, copy):
+    (copy / "README.md").write_text("mine")
+    other = SimpleCNAPS(adaptation="none")
+    save_checkpoint(other, copy)
+    assert (copy / "README.md").read_text() == "mine"
+    assert same_weights(read_checkpoint(copy, SimpleCNAPS), other)
+    save_checkpoint(other, copy, card="new")
+    assert (copy / "README.md").read_text() == "new"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+def test_weights_that_cannot_be_stored_are_refused_by_name_and_the_old_checkpoint_stays(model, copy, value):
+    before = {path.name: path.read_bytes() for path in copy.iterdir()}
+    broken = SimpleCNAPS(adaptation="none")
+    with torch.no_grad():
+        broken.feature_extractor.conv1.weight[0, 0, 0, 0] = value
+    with pytest.raises(CheckpointError, match=r"feature_extractor\.conv1\.weight"):
+        save_checkpoint(broken, copy, dtype=torch.float16)
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
+
+
+def test_saving_where_a_file_stands_is_one_clear_error(model, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_checkpoint(model, tmp_path / "file")
+
+
+def test_integer_storage_type_is_refused(model, tmp_path):
+    with pytest.raises(ValueError, match="dtype"):
+        save_checkpoint(model, tmp_path, dtype=torch.int8)
+
+
+def test_loading_leaves_the_global_generator_alone(saved):
+    before = torch.get_rng_state()
+    read_checkpoint(saved, SimpleCNAPS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "described", json.loads(Path(__file__).with_name("version_1.json").read_text()), ids=["film", "auto-regressive"]
+)
+def test_checkpoint_of_version_1_is_read(described, tmp_path):
+    """version_1.json: config.json, and the type and shape of each tensor, as files of format version 1 have them."""
+    types = {"F16": torch.float16, "F32": torch.float32, "I64": torch.int64}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.rand(shape, generator=generator).to(types[kind])
+        for name, (kind, *shape) in described["tensors"].items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(described["config"]))
+    model = read_checkpoint(tmp_path, SimpleCNAPS)
+    assert {"format_version": 1, **model.config} == described["config"]
+    weights = model.state_dict()
+    assert weights.keys() == tensors.keys()
+    assert all(torch.equal(weights[name], tensor.to(weights[name].dtype)) for name, tensor in tensors.items())
+
+
+# ---------------------------------------------------------------------------------- malformed files
+
+
+def edit(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in changes.items():
+        config[name] = value
+        if value is ...:
+            del config[name]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": 18}, "unknown field `depth`"),
+        ({"head": ...}, "missing required field `head`"),
+        ({"head": 3}, r"Expected `str`, got `int` - at `\$\.head`"),
+        ({"head": "oracle"}, "head must be one of"),
+        ({"adaptation": "lora"}, "adaptation must be one of"),
+        ({"scale": "1"}, r"Expected `float`, got `str` - at `\$\.scale`"),
+        ({"scale": True}, r"Expected `float`, got `bool` - at `\$\.scale`"),
+        ({"beta": None}, r"Expected `float \| str`, got `null` - at `\$\.beta`"),
+        ({"task_covariance": 1}, r"Expected `bool`, got `int` - at `\$\.task_covariance`"),
+        ({"image_size": 84.5}, r"Expected `int`, got `float` - at `\$\.image_size`"),
+        ({"image_size": True}, r"Expected `int`, got `bool` - at `\$\.image_size`"),
+        ({"format_version": 2}, "upgrade fewshot_mahalanobis"),
+        ({"format_version": ...}, "missing required field `format_version`"),
+        ({"format_version": "1"}, r"got `str` - at `\$\.format_version`"),
+        ({"format_version": True}, r"got `bool` - at `\$\.format_version`"),
+        ({"format_version": 0}, "'format_version' must be"),
+    ],
+)
+def test_wrong_config_field_is_refused_by_name(copy, changes, message):
+    edit(copy, **changes)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_checkpoint(copy, SimpleCNAPS)
+    assert str(copy / "config.json") in str(caught.value)
+
+
+def test_whole_number_is_taken_for_a_float_setting(copy):
+    edit(copy, scale=1)
+    assert read_checkpoint(copy, SimpleCNAPS).config["scale"] == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"format_version": NaN}',
+        b"[" * 60000,
+        b'{"format_version": ' + b"9" * 6000 + b"}",
+        b" " * 2**20,
+    ],
+)
+def test_config_that_is_no_small_json_object_is_refused(copy, content):
+    (copy / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_checkpoint(copy, SimpleCNAPS)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_file_is_named(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        read_checkpoint(copy, SimpleCNAPS)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_named_pipe_in_place_of_the_weights_is_refused_without_waiting(copy):
+    (copy / "model.safetensors").unlink()
+    os.mkfifo(copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read_checkpoint(copy, SimpleCNAPS)
+
+
+def header_only(header: object, size: int | None = None) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+def test_files_that_are_no_safetensors_are_refused_and_no_code_runs(copy, saved, tmp_path):
+    whole = (saved / "model.safetensors").read_bytes()
+    huge = {"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    overlapping = {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in "ab"}
+    buffer = io.BytesIO()
+    torch.save({"x": Bomb(tmp_path / "ran")}, buffer)
+    for content in (
+        b"",
+        b"\0" * 100,
+        b"<!DOCTYPE html><html></html>",
+        whole[: len(whole) // 2],
+        whole[:-1],
+        whole + b"\0",
+        pickle.dumps(Bomb(tmp_path / "ran")),
+        buffer.getvalue(),
+        header_only({}, size=2**62),
+        header_only(huge),
+        header_only(overlapping) + b"\0" * 4,
+        header_only([1, 2]),
+    ):
+        (copy / "model.safetensors").unlink()
+        (copy / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            read_checkpoint(copy, SimpleCNAPS)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def tensors(saved):
+    return load_file(saved / "model.safetensors")
+
+
+def with_nan(weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.clone()
+    weight.view(-1)[-1] = float("nan")
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: None, "1 tensors are missing"),
+        (lambda w: w[:-1].clone(), r"has shape \(63, 3, 5, 5\), not \(64, 3, 5, 5\)"),
+        (lambda w: w.flatten(), r"has shape \(4800,\)"),
+        (lambda w: w.to(torch.int64), "has type I64"),
+        (lambda w: w.to(torch.float8_e4m3fn), "has type F8_E4M3"),
+        (with_nan, "NaN or infinite"),
+        (lambda w: torch.full_like(w, float("inf")), "NaN or infinite"),
+    ],
+)
+def test_wrong_tensor_is_refused_by_name(copy, tensors, change, message):
+    name = "feature_extractor.conv1.weight"
+    changed = {**tensors, name: change(tensors[name])}
+    (copy / "model.safetensors").unlink()
+    save_file({key: value for key, value in changed.items() if value is not None}, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_checkpoint(copy, SimpleCNAPS)
+    assert name in str(caught.value)
+    assert str(copy / "model.safetensors") in str(caught.value)
+
+
+def test_tensors_of_other_settings_are_refused(copy, tensors):
+    edit(copy, adaptation="film")
+    with pytest.raises(CheckpointError, match="missing for the settings"):
+        read_checkpoint(copy, SimpleCNAPS)
+    edit(copy, adaptation="none")
+    (copy / "model.safetensors").unlink()
+    save_file({**tensors, "extra": torch.zeros(1)}, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected for the settings .* 'extra' first"):
+        read_checkpoint(copy, SimpleCNAPS)
+
+
+def test_bfloat16_and_float32_storage_are_read(copy, tensors):
+    name = "feature_extractor.conv1.weight"
+    stored = {key: value.bfloat16() if key == name else value.float() for key, value in tensors.items()}
+    stored = {key: value.long() if key.endswith("num_batches_tracked") else value for key, value in stored.items()}
+    (copy / "model.safetensors").unlink()
+    save_file(stored, copy / "model.safetensors")
+    assert torch.equal(read_checkpoint(copy, SimpleCNAPS).state_dict()[name], tensors[name].bfloat16().float())
