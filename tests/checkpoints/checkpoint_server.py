@@ -140,6 +140,8 @@ class Hub:
             return self._json(handler, {"errors": [], "warnings": []})
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit|revision|tree)/([^/]+)", path):
             return self._api(handler, *match.groups(), body)
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
+            return self._api(handler, match[1], "revision", "main", body)
         if re.fullmatch(r"/[^/]+/[^/]+\.git/info/lfs/objects/batch", path):  # large files: where each goes
             asked = json.loads(body)["objects"]
             upload = {"href": f"http://{handler.headers['Host']}/large"}

@@ -146,7 +146,7 @@ def test_the_network_stays_in_evaluation_mode_and_without_gradients(network: nn.
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_task_shares_what_it_does_not_fold_and_does_not_follow_when_the_model_is_converted(
+def test_a_task_shares_what_it_does_not_fold_and_does_not_follow_a_converted_model(
     network: nn.Module,
 ) -> None:
     model = model_on(network)
@@ -299,7 +299,7 @@ def test_a_classifier_on_a_module_loads_with_that_module_and_takes_its_weights_f
     untrained = own_network()
     before = {key: value.clone() for key, value in untrained.state_dict().items()}
     for checkpoint in (untrained, model_on(untrained)):
-        restored = SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", "cpu", checkpoint=checkpoint)
+        restored = SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", "cpu", backbone=checkpoint)
         np.testing.assert_allclose(restored.predict_proba(pictures(4)), fitted.predict_proba(pictures(4)), rtol=1e-5)
     assert all(torch.equal(value, before[key]) for key, value in untrained.state_dict().items())
     restored.fit(pictures(8), LABELS)  # the model it came with serves again
@@ -309,10 +309,10 @@ def test_the_file_of_a_classifier_on_a_module_says_that_it_needs_the_module(
     fitted: SimpleCNAPSClassifier, tmp_path: Path
 ) -> None:
     fitted.save(tmp_path / "colours.safetensors")
-    with pytest.raises(CheckpointError, match=r"SimpleCNAPSClassifier\.load\(path, checkpoint=network\)"):
+    with pytest.raises(CheckpointError, match=r"SimpleCNAPSClassifier\.load\(path, backbone=network\)"):
         SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors")
     with pytest.raises(ValueError, match=r"missing|unexpected|shape"):
-        SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", checkpoint=Returns(lambda features: features))
+        SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", backbone=Returns(lambda features: features))
 
 
 def test_a_module_of_the_same_weights_that_computes_something_else_is_refused(
@@ -322,7 +322,7 @@ def test_a_module_of_the_same_weights_that_computes_something_else_is_refused(
     other = own_network()
     other[2] = nn.Sigmoid()
     with pytest.raises(ValueError, match="computes other features"):
-        SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", checkpoint=other)
+        SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", backbone=other)
 
 
 def test_a_model_on_a_module_is_a_checkpoint(network: nn.Module, tmp_path: Path) -> None:
@@ -349,14 +349,14 @@ def test_simple_cnaps_takes_no_network_in_place_of_its_own(network: nn.Module, t
         ({"timm": "hf-hub:user/repo"}, "no network 'hf-hub:user/repo'"),
         ({"timm": "local-dir:/tmp"}, "no network 'local-dir:/tmp'"),
         ({"timm": "resnet_of_the_future"}, "upgrade timm"),
-        ({"timm": 18}, "'timm' of 'backbone'"),
-        ({"features": 0}, "'features' of 'backbone'"),
-        ({"features": True}, "'features' of 'backbone'"),
+        ({"timm": 18}, r"got `int` - at `\$\.backbone\.timm`"),
+        ({"features": 0}, r">= 1 - at `\$\.backbone\.features`"),
+        ({"features": True}, r"got `bool` - at `\$\.backbone\.features`"),
         ({"features": 9}, "shape"),
-        ({"mean": [0.5, 0.5]}, "'mean' of 'backbone'"),
-        ({"std": [1, 1, "1"]}, "'std' of 'backbone'"),
+        ({"mean": [0.5, 0.5]}, r"length >= 3 - at `\$\.backbone\.mean`"),
+        ({"std": [1, 1, "1"]}, r"got `str` - at `\$\.backbone\.std\[2\]`"),
         ({"std": [1, 1, -1]}, "std must be positive"),
-        ({"depth": 18}, "must have the fields"),
+        ({"depth": 18}, r"unknown field `depth` - at `\$\.backbone`"),
     ],
 )
 def test_a_hostile_description_of_a_backbone_is_refused(
@@ -452,5 +452,5 @@ def test_weights_of_a_module_with_whole_numbers_of_other_types_come_back(tmp_pat
     assert restored.feature_extractor.network.order.dtype == torch.int32
     classifier = classifier_on(Indexed()).fit(pictures(8), LABELS)
     classifier.save(tmp_path / "colours.safetensors")
-    loaded = SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", "cpu", checkpoint=Indexed())
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", "cpu", backbone=Indexed())
     assert loaded.model_.feature_extractor.network.mask.tolist() == [True, False, True]
