@@ -61,7 +61,9 @@ _CSS = """
 #learn, #skip {align-self: end}
 #gallery {height: auto; min-height: 0}
 #gallery .grid-wrap {height: auto; min-height: 0; max-height: 60vh; overflow-y: auto}
-#gallery .grid-container {grid-template: none / repeat(auto-fill, minmax(84px, 1fr)) !important; grid-auto-rows: auto !important}
+#gallery .grid-container {
+    grid-template: none / repeat(auto-fill, minmax(84px, 1fr)) !important; grid-auto-rows: auto !important
+}
 """
 
 
@@ -258,7 +260,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int | None = None,
     share: bool = False,
-    open_browser: bool = False,
+    browser: bool = False,
     wait: bool = True,
 ) -> str:
     """Serve the page.
@@ -273,7 +275,7 @@ def serve(
         Default: the first free one from 7860 on.
     share : bool
         Also make a public address, through Gradio's server.
-    open_browser : bool
+    browser : bool
         Open the page in the browser of this machine.
     wait : bool
         Return only when the server is stopped.
@@ -292,7 +294,7 @@ def serve(
         server_name=host,
         server_port=port,
         share=share,
-        inbrowser=open_browser,
+        inbrowser=browser,
         quiet=True,
         show_error=True,
         prevent_thread_lock=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import socket
 from collections.abc import Iterator
@@ -30,8 +31,10 @@ def test_the_command_serves_a_checkpoint_or_a_model_file_on_this_machine_alone(
 ) -> None:
     served: list[dict[str, Any]] = []
     monkeypatch.setattr("fewshot_mahalanobis.app.make_page", lambda start, device: start)
+    signature = inspect.signature(serve)
     monkeypatch.setattr(
-        "fewshot_mahalanobis.app.serve", lambda page, **options: served.append({"page": page, **options})
+        "fewshot_mahalanobis.app.serve",
+        lambda *given, **named: served.append(signature.bind(*given, **named).arguments),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
