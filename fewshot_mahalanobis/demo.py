@@ -13,8 +13,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
-from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
 from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.images import to_square_array
@@ -34,20 +34,8 @@ def run_demo(
 ) -> dict[str, Accuracy]:
     """Fit and predict one task, compare with baselines over ``tasks`` random ones, draw one picture.
 
-    Parameters
-    ----------
-    picture : path
-        PNG to write: support and query images with their predictions.
-    checkpoint : str
-    tasks : int
-        Random 10-way 5-shot tasks of 100 queries.
-    say : callable
-        Receives each line of the report.
-
-    Returns
-    -------
-    dict of str to Accuracy
-        Of every method over the tasks.
+    The tasks are 10-way 5-shot with 100 queries; ``picture`` is the PNG to write, ``say`` receives each line of the
+    report. Returns the accuracy of every method over the tasks.
     """
     from fewshot_mahalanobis.plotting import Figure, draw_task  # needs matplotlib, which the rest does not
 

@@ -15,22 +15,9 @@ Result = TypeVar("Result")
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """Device that a name stands for.
+    """Device that a name stands for, with its index: "cuda:0" for "cuda".
 
-    Parameters
-    ----------
-    device : str or torch.device
-        ``"auto"`` is CUDA where there is one, else the CPU.
-
-    Returns
-    -------
-    torch.device
-        With its index: "cuda:0" for "cuda".
-
-    Raises
-    ------
-    ValueError
-        No tensor can be made there.
+    "auto" is CUDA where there is one, else the CPU. ValueError if no tensor can be made there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,19 +28,10 @@ def choose_device(device: str | torch.device) -> torch.device:
 
 
 def choose_dtype(precision: str, model: SimpleCNAPS) -> torch.dtype:
-    """Precision of a model's convolutions, on the device where the model is.
+    """Precision of a model's convolutions ("auto", "float32" or "bfloat16"), on the device where the model is.
 
-    Parameters
-    ----------
-    precision : {"auto", "float32", "bfloat16"}
-        ``"auto"`` is bfloat16 for the FiLM ResNet18 where the device has it natively, else float32: for no other
-        network has the effect on predictions been measured.
-    model : SimpleCNAPS
-
-    Raises
-    ------
-    ValueError
-        ``precision`` is something else.
+    "auto" is bfloat16 for the FiLM ResNet18 where the device has it natively, else float32: for no other network has
+    the effect on predictions been measured. ValueError if ``precision`` is something else.
     """
     check_precision(precision)
     if precision == "auto":
@@ -83,22 +61,9 @@ def native_bfloat16(device: torch.device) -> bool:
 
 
 def within_memory(compute: Callable[[int], Result], batch_size: int) -> tuple[Result, int]:
-    """Call ``compute(batch_size)``, with the size halved as long as CUDA's memory does not hold such a batch.
+    """Call ``compute(batch_size)``, with the size halved, and a warning, until CUDA's memory holds such a batch.
 
-    Returns
-    -------
-    result, batch_size
-        The size is the one that worked.
-
-    Raises
-    ------
-    torch.cuda.OutOfMemoryError
-        The memory does not hold one image.
-
-    Warns
-    -----
-    UserWarning
-        The size was reduced.
+    Returns the result and the size that worked. torch.cuda.OutOfMemoryError if the memory does not hold one image.
     """
     size = batch_size
     while True:

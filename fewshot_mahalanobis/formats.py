@@ -54,22 +54,11 @@ def starts_as_image(file: Path) -> bool:
 
 
 def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
-    """Open an image file by its contents. Formats of Pillow's own are decoded later, HEIC at once.
+    """Open a binary image file that can seek, by its contents. Formats of Pillow's own are decoded later, HEIC at once.
 
-    Parameters
-    ----------
-    file : binary file that can seek
-    max_pixels : int
-        Larger HEIC images are refused.
-
-    Raises
-    ------
-    PIL.UnidentifiedImageError
-        It is no image, or needs a decoder that is not installed; the message says which.
-    PIL.Image.DecompressionBombError
-        It has too many pixels.
-    Exception
-        Of many types, if the file is damaged.
+    PIL.UnidentifiedImageError if it is no image or needs a decoder that is not installed, which the message names;
+    PIL.Image.DecompressionBombError if it is HEIC of more than ``max_pixels`` or Pillow refuses its size; errors of
+    many types if it is damaged.
     """
     try:
         return Image.open(file)

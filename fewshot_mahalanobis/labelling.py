@@ -59,27 +59,10 @@ class Prediction:
 def fit_files(
     classifier: SimpleCNAPSClassifier, paths: Sequence[Path], labels: Sequence[str], *, skip_errors: bool = False
 ) -> dict[Path, str]:
-    """Fit a classifier to image files, ``labels[i]`` for ``paths[i]``.
+    """Fit a classifier to image files, ``labels[i]`` for ``paths[i]``; returns what was left out, and why.
 
-    Parameters
-    ----------
-    classifier : SimpleCNAPSClassifier
-    paths : sequence of Path
-    labels : sequence of str
-    skip_errors : bool
-        Leave out images that cannot be read.
-
-    Returns
-    -------
-    dict of Path to str
-        What was left out, and why.
-
-    Raises
-    ------
-    UnreadableImages
-        Without ``skip_errors`` some images cannot be read, or none can be.
-    ValueError
-        No image of a class can be read.
+    With ``skip_errors`` images that cannot be read are left out; otherwise, or if none can be read, UnreadableImages.
+    ValueError if no image of a class can be read.
     """
     # Only to find what cannot be read: a support set is small, and `fit` knows the size that its network wants.
     problems = {path: why for chunk in read_chunks(paths, 84, "reading") for path, why in chunk.problems.items()}
@@ -94,28 +77,10 @@ def fit_files(
 def predict_files(
     classifier: SimpleCNAPSClassifier, paths: Sequence[Path], *, probabilities: bool = False, skip_errors: bool = False
 ) -> tuple[list[Prediction], dict[Path, str]]:
-    """Label image files.
+    """Label image files by a fitted classifier; returns the predictions, and what was left out and why.
 
-    Parameters
-    ----------
-    classifier : SimpleCNAPSClassifier
-        Fitted.
-    paths : sequence of Path
-    probabilities : bool
-        Keep the probability of every class.
-    skip_errors : bool
-        Leave out images that cannot be read.
-
-    Returns
-    -------
-    predictions : list of Prediction
-    problems : dict of Path to str
-        What was left out, and why.
-
-    Raises
-    ------
-    UnreadableImages
-        Without ``skip_errors`` some images cannot be read, or none can be.
+    ``probabilities`` keeps those of every class. With ``skip_errors`` images that cannot be read are left out;
+    otherwise, or if none can be read, UnreadableImages.
     """
     classes = classifier.classes_.tolist()
     predictions: list[Prediction] = []
@@ -133,15 +98,9 @@ def predict_files(
 
 
 def read_chunks(paths: Sequence[Path], size: int, description: str) -> Iterator[Chunk]:
-    """Decode image files chunk by chunk, the next one while the caller works on this one.
+    """Decode image files to squares chunk by chunk, the next one while the caller works on this one.
 
-    Parameters
-    ----------
-    paths : sequence of Path
-    size : int
-        Side of the square images, in pixels.
-    description : str
-        Of the progress bar on the standard error of a terminal.
+    ``description`` is the text of a progress bar on the standard error of a terminal.
     """
     chunks = [paths[start : start + _CHUNK] for start in range(0, len(paths), _CHUNK)]
     read = partial(read_or_reason, size=size)

@@ -10,20 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def checked_labels(y: ArrayLike, n_images: int) -> NDArray[Any]:
-    """Labels as an array of shape (n_images,) of strings or of numbers of one type.
+    """Labels as an array (n_images,) of strings or of numbers of one type: integers, Booleans or whole floats.
 
-    Parameters
-    ----------
-    y : array-like of shape (n_images,)
-        Strings, integers, Booleans or whole floats.
-    n_images : int
-        How many there must be.
-
-    Raises
-    ------
-    ValueError
-        ``y`` is None or has another shape, a label is missing or of a type that cannot be used, or two labels differ in
-        type. The message names the label.
+    ValueError if ``y`` is None or has another shape, a label is missing or of a type that cannot be used, or two labels
+    differ in type. The message names the label.
     """
     if y is None:
         raise ValueError("there are no labels: y is None")

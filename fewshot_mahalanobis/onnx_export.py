@@ -16,24 +16,10 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 
 def write_onnx(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], classes: list[Any]) -> None:
-    """Write an adapted task as an ONNX file.
+    """Write an adapted task as an ONNX file, replacing any file at ``path``, whole or not at all.
 
-    Parameters
-    ----------
-    model : SimpleCNAPS
-        The model that was adapted.
-    task : AdaptedTask
-    path : path
-        An existing file is replaced, whole or not at all.
-    classes : list of k strings, integers, floats or Booleans
-        Labels, written into the file's properties as JSON.
-
-    Raises
-    ------
-    ImportError
-        The packages onnx and onnxscript are absent.
-    ValueError
-        The head or the backbone has no form as a graph, or the head's matrices are too large for a file.
+    The labels ``classes`` are written into the file's properties as JSON. ImportError if onnx or onnxscript is absent;
+    ValueError if the head or the backbone has no form as a graph, or the head's matrices are too large for a file.
     """
     try:
         import onnx
@@ -61,17 +47,9 @@ def write_onnx(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[st
 
 
 def write_program(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], classes: list[Any]) -> None:
-    """Write an adapted task as a ``torch.export`` program.
+    """Write an adapted task as a ``torch.export`` program, with the labels as its extra file "classes".
 
-    Parameters
-    ----------
-    model, task, path, classes
-        As for :func:`write_onnx`; the labels are an extra file of the program.
-
-    Raises
-    ------
-    ValueError
-        As :func:`write_onnx`.
+    ValueError as :func:`write_onnx`.
     """
     graph, example, shapes = _graph_and_example(model, task)
     try:

@@ -27,16 +27,9 @@ _WANTED: dict[str, tuple[type, str]] = {
 
 
 def outlier_score(logits: Tensor) -> Tensor:
-    """Outlier score of each query: minus its largest logit.
+    """Outlier score (m,) of each query: minus its largest logit of (m, k), float64.
 
-    Parameters
-    ----------
-    logits : Tensor of shape (m, k)
-
-    Returns
-    -------
-    float64 Tensor of shape (m,)
-        Larger is farther from all classes. For a Mahalanobis head s times the squared distance to the nearest class.
+    Larger is farther from all classes. For a Mahalanobis head: s times the squared distance to the nearest class.
     """
     return -logits.double().amax(dim=1)
 
@@ -85,17 +78,9 @@ def _level_of_caller() -> int:
 
 
 def predict_or_reject(logits: Tensor, threshold: float | None) -> NDArray[np.int64]:
-    """Index of each query's nearest class, k where its outlier score exceeds the threshold.
+    """Index (m,) of each query's nearest class by logits (m, k); k where its outlier score exceeds the threshold.
 
-    Parameters
-    ----------
-    logits : Tensor of shape (m, k)
-    threshold : float, optional
-        None rejects no query.
-
-    Returns
-    -------
-    int64 ndarray of shape (m,)
+    A threshold of None rejects no query.
     """
     nearest = logits.argmax(dim=1)
     if threshold is not None:
@@ -104,22 +89,10 @@ def predict_or_reject(logits: Tensor, threshold: float | None) -> NDArray[np.int
 
 
 def output_labels(classes: NDArray[Any], unknown_label: Any) -> NDArray[Any]:
-    """Every label that can be predicted: the classes, and after them the unknown label if there is one.
+    """Every label that can be predicted: the classes (k,), and after them the unknown label if there is one.
 
-    Parameters
-    ----------
-    classes : ndarray of shape (k,)
-    unknown_label : str, int or float, optional
-
-    Returns
-    -------
-    ndarray of shape (k,) or (k + 1,)
-        Of the type of ``classes``, wider where the unknown label needs that.
-
-    Raises
-    ------
-    ValueError
-        The unknown label is a class, or of another type than the classes.
+    The type is that of ``classes``, wider where the unknown label needs that. ValueError if the unknown label is a
+    class, or of another type than the classes.
     """
     if unknown_label is None:
         return classes

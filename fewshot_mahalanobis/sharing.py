@@ -84,18 +84,7 @@ def write_repository(
 
 
 def model_card(repo_id: str, state: FittedState, summary: SupportSummary, strips: dict[int, str] | None = None) -> str:
-    """Markdown that describes a fitted classifier.
-
-    Parameters
-    ----------
-    repo_id : str
-        Where it will be.
-    state : FittedState
-    summary : SupportSummary
-        Of the support set.
-    strips : dict of int to str, optional
-        Picture files of classes, by index.
-    """
+    """Markdown that describes a fitted classifier; ``strips`` are picture files of classes, by their index."""
     metadata = ModelCardData(
         library_name="fewshot-mahalanobis",
         pipeline_tag="image-classification",

@@ -43,18 +43,9 @@ def model_from_state_dict(model_class: type[Model], config: Mapping[str, Any], w
 
 
 def convert_published_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Tell the model from its keys and rename its weights.
+    """Tell the model from its keys and rename its weights: arguments of :class:`SimpleCNAPS`, and weights by name.
 
-    Returns
-    -------
-    config : dict
-        Arguments of :class:`SimpleCNAPS`.
-    weights : dict of str to Tensor
-
-    Raises
-    ------
-    ValueError
-        The keys are those of no model that is supported.
+    ValueError if the keys are those of no model that is supported.
     """
     if "state_dict" in state_dict:
         state_dict = state_dict["state_dict"]

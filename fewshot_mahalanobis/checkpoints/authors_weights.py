@@ -49,20 +49,10 @@ def cache_folder() -> Path:
 
 
 def load_published(record: CheckpointRecord, model_class: type[Model]) -> Model:
-    """Load a checkpoint of the authors; only its first use needs a connection.
+    """Load a checkpoint of the authors as a ``model_class``; only its first use needs a connection.
 
-    Parameters
-    ----------
-    record : CheckpointRecord
-    model_class : type
-        ``SimpleCNAPS``.
-
-    Raises
-    ------
-    DownloadError
-        The file is neither cached nor in ``FEWSHOT_MAHALANOBIS_CHECKPOINTS`` and cannot be downloaded.
-    CheckpointError
-        A local copy has the wrong digest, or the cache cannot be written or has been damaged.
+    DownloadError if the file is neither cached nor in ``FEWSHOT_MAHALANOBIS_CHECKPOINTS`` and cannot be downloaded;
+    CheckpointError if a local copy has the wrong digest, or the cache cannot be written or has been damaged.
     """
     cache = cache_folder()
     folder = cache / f"{record.name}-{str(record.blob_id)[:12]}-v{FORMAT_VERSION}"

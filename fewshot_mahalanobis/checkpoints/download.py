@@ -34,25 +34,12 @@ def blob_id(path: Path) -> str:
 
 
 def download(url: str, destination: Path, expected_blob_id: str) -> None:
-    """Download one file, verified before it gets its name.
+    """Download one file to ``destination``, verified before it gets its name.
 
-    A transfer that breaks off is taken up where it broke, if the server can do that.
-
-    Parameters
-    ----------
-    url : str
-    destination : Path
-        In an existing folder. It is the verified file afterwards, or unchanged.
-    expected_blob_id : str
-        See :func:`blob_id`.
-
-    Raises
-    ------
-    DownloadError
-        There is no connection, the server answers with an error or stalls, the transfer breaks, or the
-        bytes are not those expected.
-    OSError
-        The destination cannot be written.
+    A transfer that breaks off is taken up where it broke, if the server can do that. The folder must exist;
+    ``expected_blob_id`` is that of :func:`blob_id`. DownloadError if there is no connection, the server answers with an
+    error or stalls, the transfer breaks, or the bytes are not those expected: ``destination`` is unchanged then.
+    OSError if it cannot be written.
     """
     with atomic_replace(destination) as temporary:
         content_type = _stream(url, temporary, destination)

@@ -31,28 +31,11 @@ def hub_checkpoint(
     force_download: bool = False,
     local_files_only: bool = False,
 ) -> Path:
-    """Download a checkpoint from the Hub into ``huggingface_hub``'s own cache.
+    """Download a checkpoint into ``huggingface_hub``'s own cache; returns the folder, for :func:`read_checkpoint`.
 
-    Without a connection, a snapshot of that revision in the cache serves.
-
-    Parameters
-    ----------
-    repo_id : str
-        ``"user/repo"``, or ``"user/repo@revision"``.
-    revision : str, optional
-        Branch, tag or commit; the default branch if not given.
-    cache_dir, token, force_download, local_files_only
-        As in :func:`huggingface_hub.snapshot_download`.
-
-    Returns
-    -------
-    Path
-        Folder for :func:`read_checkpoint`.
-
-    Raises
-    ------
-    DownloadError
-        No such repository or revision, no permission, or no connection and nothing in the cache.
+    ``repo_id`` is "user/repo" or "user/repo@revision"; the other arguments are those of
+    :func:`huggingface_hub.snapshot_download`. Without a connection, a snapshot of that revision in the cache serves.
+    DownloadError if there is no such repository or revision, no permission, or no connection and nothing in the cache.
     """
     return _snapshot(
         repo_id,
@@ -74,15 +57,7 @@ def load_pretrained(
 ) -> Model:
     """Read a checkpoint from a folder or from the Hub; see :meth:`SimpleCNAPS.from_pretrained`.
 
-    Parameters
-    ----------
-    model_class : type
-    name_or_path : str or path
-    backbone : nn.Module or None
-    settings : mapping
-        Arguments of the model that the checkpoint must have.
-    **download
-        Arguments of :func:`hub_checkpoint`.
+    ``settings`` are arguments of the model that the checkpoint must have, ``download`` those of :func:`hub_checkpoint`.
     """
     folder = Path(name_or_path)
     if not folder.is_dir():
@@ -130,24 +105,9 @@ def _snapshot(
 
 
 def hub_classifier(repo_id: str, *, token: str | bool | None = None) -> Path:
-    """Download a fitted classifier, as :func:`hub_checkpoint` does a checkpoint.
+    """Download a fitted classifier ("user/repo" or "user/repo@revision"); returns the file.
 
-    Parameters
-    ----------
-    repo_id : str
-        ``"user/repo"`` or ``"user/repo@revision"``.
-    token : str or bool, optional
-        As in :func:`huggingface_hub.snapshot_download`.
-
-    Returns
-    -------
-    Path
-        The file, for :meth:`SimpleCNAPSClassifier.load`.
-
-    Raises
-    ------
-    DownloadError
-        As there, or the repository holds no fitted classifier.
+    DownloadError as for :func:`hub_checkpoint`, or if the repository holds no fitted classifier.
     """
     folder = _snapshot(repo_id, None, [CLASSIFIER, CARD], token=token)
     return classifier_file(folder, repo_id)
@@ -164,17 +124,10 @@ def classifier_file(folder: Path, name: str) -> Path:
 
 
 def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | bool | None, message: str) -> str:
-    """Push the files of ``folder`` to a repository in one commit; it is made if it is absent.
+    """Push the files of ``folder`` to a repository in one commit; returns the address of the commit.
 
-    Returns
-    -------
-    str
-        Address of the commit.
-
-    Raises
-    ------
-    UploadError
-        No permission, no connection, or a name that no repository can have. Nothing was committed.
+    The repository is made if it is absent. UploadError without permission or connection, or for a name that no
+    repository can have. Nothing was committed then.
     """
     try:
         api = huggingface_hub.HfApi(token=token)

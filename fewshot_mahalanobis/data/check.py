@@ -43,24 +43,9 @@ class Found:
 
 
 def check_data(root: str | Path) -> list[Found]:
-    """Find the named data sets, and other folders and zips of class folders.
+    """The named data sets below ``root``, missing ones included, then other folders and zips of class folders, by name.
 
-    Images are counted, not decoded.
-
-    Parameters
-    ----------
-    root : path
-        Folder that contains the data sets.
-
-    Returns
-    -------
-    list of Found
-        The named data sets, missing ones included, then the others by name.
-
-    Raises
-    ------
-    NotADirectoryError
-        ``root`` is not a folder.
+    Images are counted, not decoded. NotADirectoryError if ``root`` is not a folder.
     """
     root = Path(root)
     if not root.is_dir():

@@ -129,14 +129,8 @@ def open_source(source: str, *, root: str | Path | None = None, size: int = 84, 
 def download(name: str, root: str | Path) -> None:
     """Download a data set with torchvision to the folder below ``root`` where :func:`open_source` looks for it.
 
-    Raises
-    ------
-    ValueError
-        There is no such data set, or torchvision does not download it; the message says where to get it.
-    ImportError
-        torchvision is not installed.
-    OSError
-        The download failed.
+    ValueError if there is no such data set or torchvision does not download it, ImportError without torchvision,
+    OSError if the download failed; each names the remedy.
     """
     if name not in DATA_SETS:
         raise ValueError(f"no data set {name!r}; there are {', '.join(DATA_SETS)}")

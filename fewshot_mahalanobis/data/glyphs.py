@@ -39,20 +39,7 @@ TYPEFACES = (
 
 
 def draw_glyphs(images_per_class: int = 24, size: int = 84, seed: int = 0) -> ImageSource:
-    """Draw the image source.
-
-    Parameters
-    ----------
-    images_per_class : int
-    size : int
-        Side of the images, in pixels.
-    seed : int
-
-    Returns
-    -------
-    ImageSource
-        Black on white.
-    """
+    """The image source: characters in black on white, of ``size`` pixels a side."""
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     rng = np.random.default_rng(seed)
     faces = [ImageFont.truetype(str(fonts / f"{name}.ttf"), int(size * 0.7)) for name in TYPEFACES]

@@ -64,24 +64,10 @@ class Hierarchy:
 def sampling_graph(
     graph: Mapping[str, Set[str]], classes: Iterable[str], root: str | None = None
 ) -> dict[str, set[str]]:
-    """Restrict an is-a graph to the ancestors of ``classes`` and collapse nodes with a single child.
+    """Restrict an acyclic is-a graph, node to children, to the ancestors of ``classes``; collapse nodes with one child.
 
     Meta-Dataset applies it twice: to WordNet for the 1,000 classes of ILSVRC-2012, then to the result for the classes
-    of each split.
-
-    Parameters
-    ----------
-    graph : mapping of str to set of str
-        Node to children; acyclic.
-    classes : iterable of str
-        The leaves.
-    root : str, optional
-        Of the inner nodes, keep only this one and its descendants.
-
-    Returns
-    -------
-    dict of str to set of str
-        Node to children; the classes have none.
+    of each split. Of the inner nodes only ``root`` and its descendants are kept, if it is given.
     """
     parents: dict[str, set[str]] = {}
     for node, children in graph.items():

@@ -24,12 +24,8 @@ from fewshot_mahalanobis.folders import is_image_name
 class Listing(NamedTuple):
     """The images of one split that a folder holds, not decoded.
 
-    Attributes
-    ----------
-    images : mapping of str to sequence or array
-        Class to its images, in order, in the form that ``reader`` takes.
-    reader : callable
-        Such a mapping -> reader of its images, class by class.
+    ``images`` has those of each class, in order, in the form that ``reader`` takes; the reader reads them class by
+    class.
     """
 
     images: Mapping[str, Any]
@@ -38,13 +34,7 @@ class Listing(NamedTuple):
 
 @cache
 def class_split(name: str) -> dict[str, tuple[str, ...]]:
-    """Meta-Dataset's split of a data set into classes (Omniglot: alphabets) for training, validation and testing.
-
-    Returns
-    -------
-    dict of str to tuple of str
-        "train", "valid" and "test" to class names.
-    """
+    """Meta-Dataset's split of a data set: "train", "valid" and "test" to names of classes (Omniglot: alphabets)."""
     text = (files(__package__) / "splits" / f"{name}.json").read_text(encoding="utf-8")
     return {split: tuple(names) for split, names in json.loads(text).items()}
 
@@ -184,19 +174,10 @@ def coco(folder: Path, split: str) -> Listing:
 
 
 def coco_box(box: Sequence[float], width: int, height: int) -> tuple[int, int, int, int]:
-    """Crop of an object in Meta-Dataset: its bounding box enlarged 1.2 times, in whole pixels.
+    """Crop of an object in Meta-Dataset, (left, top, right, bottom): its box enlarged 1.2 times, in whole pixels.
 
-    Parameters
-    ----------
-    box : (x, y, w, h)
-        As annotated; pixel centres have integer coordinates.
-    width, height : int
-        Size of the picture.
-
-    Returns
-    -------
-    (int, int, int, int)
-        Left, top, right and bottom; right and bottom are one past the last pixel.
+    ``box`` is (x, y, w, h) as annotated, where pixel centres have integer coordinates; right and bottom are one past
+    the last pixel.
     """
     x, y, w, h = box
     x, y, w, h = x - 0.1 * w, y - 0.1 * h, 1.2 * w, 1.2 * h

@@ -42,15 +42,8 @@ class Reader(Protocol):
 class LazyImages:
     """Images of a reader, resized to squares, with the interface of a uint8 array (n, size, size, 3).
 
-    Nothing is cached: every access decodes. The index is an int, a slice, or an array of ints or bools.
-
-    Parameters
-    ----------
-    reader : Reader
-    size : int
-        Side of the squares, in pixels.
-    workers : int
-        Threads that decode a batch.
+    Nothing is cached: every access decodes, a batch in ``workers`` threads. The index is an int, a slice, or an array
+    of ints or bools.
     """
 
     def __init__(self, reader: Reader, size: int, workers: int = 1) -> None:
@@ -195,16 +188,10 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Images that a file holds as one array, decoded or encoded.
+    """Rows of an array that the file at ``path`` holds, in order.
 
-    Attributes
-    ----------
-    path : Path
-        Where the array came from, for messages.
-    data : uint8 array of shape (n, h, w) or (n, h, w, 3), or list of uint8 arrays
-        Decoded images, or the bytes of image files.
-    rows : int64 array
-        Rows that belong to the source, in order.
+    ``data`` are decoded images, uint8 (n, h, w) or (n, h, w, 3), or a list of uint8 arrays with the bytes of image
+    files.
     """
 
     path: Path

@@ -65,17 +65,8 @@ TRAINING = EpisodeLimits(max_way=40, max_support=400)
 class VariableEpisodes:
     """Meta-Dataset's episodes of one source, of variable way and shot.
 
-    Parameters
-    ----------
-    source : ImageSource
-        With a hierarchy, the classes of an episode are from one alphabet, or below one synset.
-    limits : EpisodeLimits
-    seed : int
-
-    Raises
-    ------
-    ValueError
-        A class has only one image, or there are fewer than ``min_way`` classes (in an alphabet, or below every synset).
+    If the source has a hierarchy, the classes of an episode are from one alphabet, or below one synset. ValueError if a
+    class has only one image, or there are fewer than ``min_way`` classes (in an alphabet, or below every synset).
     """
 
     def __init__(self, source: ImageSource, limits: EpisodeLimits = EVALUATION, *, seed: int = 0) -> None:

@@ -57,20 +57,9 @@ def episode_rng(*parts: int | str) -> np.random.Generator:
 class FixedEpisodes:
     """N-way K-shot episodes of one source.
 
-    Parameters
-    ----------
-    source : ImageSource
-    way, shot, queries : int
-        Classes per episode, support and query images per class; see :func:`draw_episode`.
-    seed : int
-    seed_by_name : bool
-        Whether the source's name also seeds the episodes. Evaluation leaves it out, because the published accuracies
-        were measured on those episodes.
-
-    Raises
-    ------
-    ValueError
-        From :meth:`draw`: fewer than ``way`` classes have ``shot + 1`` images.
+    Without ``seed_by_name`` the source's name does not seed the episodes; evaluation leaves it out, because the
+    published accuracies were measured on those episodes. :meth:`draw` raises ValueError if fewer than ``way`` classes
+    have ``shot + 1`` images.
     """
 
     def __init__(
@@ -89,19 +78,8 @@ class FixedEpisodes:
 class SmallEpisodes:
     """Episodes like a user's tasks: 5 to 10 ways, 1 to 6 shots; half of them with a number of shots for each class.
 
-    Parameters
-    ----------
-    source : ImageSource
-        With small classes, shots stay two below the median class size; ways never exceed the number of classes that
-        have more images than that.
-    queries : int
-        Query images per class.
-    seed : int
-
-    Raises
-    ------
-    ValueError
-        Half of the classes have fewer than 3 images.
+    With small classes, shots stay two below the median class size; ways never exceed the number of classes that have
+    more images than that. ValueError if half of the classes have fewer than 3 images.
     """
 
     def __init__(self, source: ImageSource, queries: int, *, seed: int = 0) -> None:
@@ -132,20 +110,8 @@ def draw_episode(
 ) -> Episode:
     """Draw ``len(shots)`` classes without replacement, then ``shots[k]`` + ``queries`` images of the k-th.
 
-    Parameters
-    ----------
-    classes : list of int64 arrays
-        Image indices of each class of the source.
-    shots : list of int
-        Support images of each class; the length is the way.
-    queries : int
-        Query images per class; a class with fewer images gives those that are left.
-    rng : numpy Generator
-
-    Raises
-    ------
-    ValueError
-        Too few classes have ``max(shots) + 1`` images.
+    ``classes`` has the image indices of each class of the source; one with too few images gives the queries that are
+    left. ValueError if too few classes have ``max(shots) + 1`` images.
     """
     large = [k for k, images in enumerate(classes) if len(images) > max(shots)]
     if len(large) < len(shots):

@@ -52,17 +52,8 @@ class Variant(NamedTuple):
 class UnadaptedFeatures:
     """Features of a source's images by the network without adaptation: ``features[indices]`` -> (len(indices), d).
 
-    Each image goes through the network once, when it is first asked for. The features are kept in a temporary file, so
-    memory does not grow with the source.
-
-    Parameters
-    ----------
-    model : SimpleCNAPS
-    source : ImageSource
-    dtype : torch.dtype
-        Precision of the convolutions.
-    batch_size : int
-        Images that go through the network at a time.
+    Each image goes through the network once, when it is first asked for, ``batch_size`` at a time. The features are
+    kept in a temporary file, so memory does not grow with the source.
     """
 
     def __init__(
@@ -90,11 +81,8 @@ class UnadaptedFeatures:
 def head_of(model: SimpleCNAPS, variant: Variant) -> Head[Any]:
     """Head of a variant.
 
-    Raises
-    ------
-    ValueError
-        There is no such head; it has weights and the model was not trained with it; or it has no task covariance
-        to leave out.
+    ValueError if there is no such head, it has weights and the model was not trained with it, or it has no task
+    covariance to leave out.
     """
     if variant.head not in HEADS:
         raise ValueError(f"there is no head {variant.head!r}; there are {', '.join(HEADS)}")
@@ -180,22 +168,10 @@ def evaluate_episodes(
     plain_features: UnadaptedFeatures | Tensor | None = None,
     description: str | None = None,
 ) -> dict[Variant, Scores]:
-    """Scores of every variant over given episodes.
+    """Scores of every variant over the episodes ``draw(0)`` to ``draw(episodes - 1)``.
 
-    Parameters
-    ----------
-    model, source, variants, dtype, batch_size, plain_features
-        As for :func:`evaluate_source`.
-    draw : callable
-        Index -> episode, for example ``VariableEpisodes(source).draw``.
-    episodes : int
-    description : str, optional
-        Text of a progress bar; without it there is none.
-
-    Raises
-    ------
-    ValueError
-        A variant has no head: see :func:`head_of`.
+    The other arguments are those of :func:`evaluate_source`; ``description`` is the text of a progress bar, and without
+    it there is none. ValueError if a variant has no head, see :func:`head_of`.
     """
     variants = tuple(dict.fromkeys(variants))
     heads = {variant: head_of(model, variant).to(model.device) for variant in variants}

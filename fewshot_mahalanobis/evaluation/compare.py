@@ -22,21 +22,11 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 def headings(
     models: Mapping[str, SimpleCNAPS], variants: Mapping[str, Mapping[str, Variant]]
 ) -> dict[str, dict[str, str]]:
-    """Headings of the columns of several checkpoints.
+    """Headings of the columns of several checkpoints: checkpoint to title of a variant to heading.
 
     The paper's names of the variants, if it names all of them and each differently. Otherwise the checkpoint's own
     name, alone for the variant that was trained (its own head, adapted if it adapts), else with the variant's title.
-
-    Parameters
-    ----------
-    models : mapping of str to SimpleCNAPS
-    variants : mapping of str to mapping of str to Variant
-        The variants of each, as :func:`~fewshot_mahalanobis.evaluation.report.variants_of` gives them.
-
-    Returns
-    -------
-    dict of str to dict of str to str
-        Checkpoint to title of a variant to heading.
+    ``variants`` are those of each, as :func:`~fewshot_mahalanobis.evaluation.report.variants_of` gives them.
     """
     methods = {
         name: {title: published_method(model.config, variant) for title, variant in variants[name].items()}

@@ -18,16 +18,8 @@ _STEP = 1.25
 def pooled_curve(results: Sequence[Result], against: str) -> list[Row]:
     """Accuracy by shots, over the classes of all episodes and sources, or by ways, over all episodes.
 
-    Parameters
-    ----------
-    results : list of Result
-        Of the variable protocol.
-    against : {"shot", "way"}
-
-    Returns
-    -------
-    list of Row
-        One for each group of neighbouring numbers, at the rounded mean of the group.
+    ``against`` is "shot" or "way", the results of the variable protocol. One row for each group of neighbouring
+    numbers, at the rounded mean of the group.
     """
     points: dict[int, dict[str, list[Group]]] = {}
     for result in results:
@@ -55,22 +47,10 @@ def _pooled(groups: Sequence[Group]) -> Accuracy:
 
 
 def plot_curves(results: Sequence[Result], folder: str | Path) -> list[Path]:
-    """Write ``accuracy_by_shot.png`` and ``accuracy_by_way.png``.
+    """Write ``accuracy_by_shot.png`` and ``accuracy_by_way.png`` into a folder, made if absent; returns the files.
 
     In the variable protocol both, by the shots of classes and the ways of episodes. In the fixed protocol the averages
-    over sources, by shots.
-
-    Parameters
-    ----------
-    results : list of Result
-        Of one protocol.
-    folder : path
-        Made if absent.
-
-    Returns
-    -------
-    list of path
-        The files.
+    over sources, by shots. All results must be of one protocol.
     """
     from matplotlib.figure import Figure
 

@@ -79,22 +79,10 @@ def variants_of(
 ) -> dict[str, Variant]:
     """Variants of a model to compare, by their titles.
 
-    Parameters
-    ----------
-    model : SimpleCNAPS
-    heads : sequence of str
-        Default: the model's own, "mahalanobis" and "euclidean".
-    adapt : bool, optional
-        Only with or only without adaptation; by default both, if the model adapts.
-    task_covariance : bool
-        False adds the Mahalanobis head without the task covariance ("-TR").
-    projection : bool
-        False adds every variant without the model's projection.
-
-    Raises
-    ------
-    ValueError
-        The model has no such head, no adaptation or no projection.
+    ``heads`` are by default the model's own, "mahalanobis" and "euclidean"; ``adapt`` only with or only without
+    adaptation, by default both if the model adapts. ``task_covariance=False`` adds the Mahalanobis head without the
+    task covariance ("-TR"), ``projection=False`` every variant without the model's projection. ValueError if the model
+    has no such head, no adaptation or no projection.
     """
     if adapt and model.config["adaptation"] == "none":
         raise ValueError("the checkpoint has no adaptation: leave out --adapt")

@@ -84,12 +84,8 @@ class Scores:
     ) -> Scores:
         """From e episodes with c classes altogether.
 
-        Parameters
-        ----------
-        accuracies, ways : arrays of shape (e,)
-            Share of correct queries and number of classes of each episode.
-        class_accuracies, shots : arrays of shape (c,)
-            Share of correct queries and number of support images of each class of each episode.
+        Each episode has an accuracy and a number of ways (e,); each class of each episode the share of its queries that
+        were right and its number of shots (c,).
         """
         return cls(
             Accuracy.of(accuracies),
@@ -197,13 +193,7 @@ class Result:
 
 
 def read_results(file: str | Path) -> list[Result]:
-    """Results that :func:`write_results` wrote.
-
-    Raises
-    ------
-    ValueError
-        The file holds something else.
-    """
+    """Results that :func:`write_results` wrote; ValueError if the file holds something else."""
     try:
         return msgspec.json.decode(Path(file).read_bytes(), type=list[Result])
     except msgspec.DecodeError as error:

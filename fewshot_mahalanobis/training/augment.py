@@ -18,20 +18,9 @@ def uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Ge
 
 
 def random_resized_crops(images: Tensor, size: int, min_area: float, generator: torch.Generator) -> Tensor:
-    """Crop each image at random, aspect ratio 3/4 to 4/3, and resize the crop.
+    """Crop uint8 images (n, h, w, 3) at random and resize the crops: (n, 3, size, size), channels last in memory.
 
-    Parameters
-    ----------
-    images : uint8 Tensor of shape (n, h, w, 3)
-    size : int
-        Side of the square result, in pixels.
-    min_area : float
-        Minimum area of a crop, as a share of the image.
-    generator : torch.Generator
-
-    Returns
-    -------
-    uint8 Tensor of shape (n, 3, size, size), channels last in memory.
+    Aspect ratios are 3/4 to 4/3; ``min_area`` is the minimum area of a crop, as a share of the image.
     """
     n, height, width, _ = images.shape
     area = uniform((n,), min_area, 1.0, generator)
@@ -78,26 +67,11 @@ def is_grey(source: ImageSource) -> bool:
 
 
 def augment_task(images: Tensor, size: int, grey: bool, rng: np.random.Generator) -> Tensor:
-    """Transform all images of a task alike, at random.
+    """Transform all images (n, 3, h, w) of a task alike, at random: (n, 3, size, size), channels last in memory.
 
     Classes stay the same while the task moves to another domain, so that few sources give many domains. Transforms are
-    flips, resolution, contrast and brightness; for drawings also quarter turns, framing and inversion; for photographs
-    also greyscale.
-
-    Parameters
-    ----------
-    images : Tensor of shape (n, 3, h, w)
-        In [-1, 1].
-    size : int
-        Side of the square result, in pixels.
-    grey : bool
-        Whether the images are drawings, see :func:`is_grey`.
-    rng : numpy Generator
-
-    Returns
-    -------
-    Tensor of shape (n, 3, size, size)
-        In [-1, 1], channels last in memory.
+    flips, resolution, contrast and brightness; for drawings (``grey``, see :func:`is_grey`) also quarter turns, framing
+    and inversion; for photographs also greyscale. Values are in [-1, 1].
     """
     if rng.random() < 0.5:
         images = images.flip(3)

@@ -25,23 +25,10 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 def lite_logits(
     model: SimpleCNAPS, support_images: Tensor, support_labels: Tensor, query_images: Tensor, size: int
 ) -> Tensor:
-    """Logits of ``model(support_images, support_labels, query_images)``, with LITE's gradient.
+    """Logits (m, k) of ``model(support_images, support_labels, query_images)``, with LITE's gradient.
 
-    Parameters
-    ----------
-    model : SimpleCNAPS
-        With adaptation networks.
-    support_images : Tensor of shape (n, 3, h, w)
-        In [-1, 1], in random order: the first ``size`` are the subset H.
-    support_labels : int64 Tensor of shape (n,)
-    query_images : Tensor of shape (m, 3, h, w)
-    size : int
-        |H|, and the chunk size elsewhere. With n or more the gradient is exact.
-
-    Returns
-    -------
-    Tensor of shape (m, k)
-        Logits.
+    Images are (n, 3, h, w) and (m, 3, h, w) in [-1, 1], the support set in random order: its first ``size`` are the
+    subset H. ``size`` is the chunk size elsewhere; with n or more the gradient is exact.
     """
     extractor = model.feature_extractor
     film = model.film_parameters(support_images, size)

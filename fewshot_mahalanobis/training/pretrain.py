@@ -256,18 +256,8 @@ def pretrain(
 class NearestMean:
     """5-way 5-shot accuracy of nearest class means on one source: a quick measure of how well features transfer.
 
-    Parameters
-    ----------
-    source : ImageSource
-        Classes with fewer than 20 images give fewer than 15 queries; those with fewer than 6 are not drawn.
-    precision : {"bfloat16", "float32"}
-        Precision of the convolutions.
-    episodes : int
-
-    Raises
-    ------
-    ValueError
-        Fewer than 5 classes have 6 images.
+    Classes with fewer than 20 images give fewer than 15 queries; those with fewer than 6 are not drawn. ValueError if
+    fewer than 5 classes have 6.
     """
 
     WAY, SHOT, QUERIES = 5, 5, 15

@@ -25,17 +25,8 @@ GLYPHS = "glyphs"
 def start_processes(device: str) -> Accelerator:
     """Accelerate's view of this process: its device, and its rank among those that ``accelerate launch`` started.
 
-    Parameters
-    ----------
-    device : {"auto", "cpu"}
-        "auto": a GPU where there is one.
-
-    Raises
-    ------
-    ImportError
-        Accelerate is not installed.
-    ValueError
-        ``device`` is something else.
+    ``device`` is "auto" (a GPU where there is one) or "cpu", else ValueError. ImportError if Accelerate is not
+    installed.
     """
     if device not in ("auto", "cpu"):
         raise ValueError(

@@ -36,26 +36,10 @@ def validate(
     workers: int = 0,
     progress: bool = True,
 ) -> dict[str, float]:
-    """Mean accuracy on every source; the processes share the episodes.
+    """Mean accuracy on every source, by name, as a share of 1; the processes share the episodes.
 
-    Parameters
-    ----------
-    model : SimpleCNAPS
-        Identical in every process.
-    tasks : dict of str to ValidationTasks
-        Source to its tasks.
-    accelerator : Accelerator
-    dtype : torch.dtype
-        Precision of the convolutions.
-    workers : int
-        Processes that decode images, per process of the run.
-    progress : bool
-        Show a progress bar.
-
-    Returns
-    -------
-    dict of str to float
-        Source to accuracy as a share of 1, identical for any number of processes.
+    ``model`` must be identical in every process; the result does not depend on their number. ``workers`` processes
+    decode images, per process of the run.
     """
     means = {}
     for name, episodes in tasks.items():
