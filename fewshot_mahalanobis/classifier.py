@@ -24,7 +24,7 @@ from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier,
 from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 from fewshot_mahalanobis.devices import check_precision, choose_device, choose_dtype, within_memory
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import Head, LinearHead, make_head
+from fewshot_mahalanobis.heads import AutoHead, Head, LinearHead, make_head
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.labels import checked_labels, label_kind
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
@@ -469,13 +469,17 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             self.task_.support_labels,
             self.classes_,
             Calibration(self.temperature_, self.threshold_),
+            self.task_._state.settings if isinstance(self.task_.head, AutoHead) else None,
         )
 
     @classmethod
     def _restored(cls, state: FittedState) -> SimpleCNAPSClassifier:
         self, model = cls(**state.parameters), state.model
-        task = model.with_film(state.film, _head(self.head, model), choose_dtype(self.precision, model))
+        head = _head(self.head, model)
+        chosen = head if state.means is None else AutoHead(state.means)
+        task = model.with_film(state.film, chosen, choose_dtype(self.precision, model))
         task = task.refit(state.support_features, state.support_labels)
+        task.head = head  # which chooses anew when examples are added
         self._set_state(task, state.classes, state.calibration, device_=model.device, model_=model)
         return self
 

@@ -47,6 +47,7 @@ from fewshot_mahalanobis.devices import choose_device
 from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings
 from fewshot_mahalanobis.heads import HEADS, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.labels import checked_labels
 from fewshot_mahalanobis.networks.film import Film
@@ -75,6 +76,8 @@ class FittedState:
     support_labels : int64 Tensor of shape (n,)
     classes : ndarray of shape (k,)
     calibration : Calibration
+    means : MeansSettings, optional
+        What ``AutoHead`` chose.
     """
 
     parameters: dict[str, Any]
@@ -84,6 +87,7 @@ class FittedState:
     support_labels: Tensor
     classes: NDArray[Any]
     calibration: Calibration
+    means: MeansSettings | None = None
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -135,6 +139,7 @@ class Header(_Record):
     parameters: Parameters
     labels: Labels
     calibration: FittedCalibration
+    means: MeansSettings | None = None
 
 
 # -------------------------------------------------------------------- writing
@@ -174,6 +179,7 @@ def save_classifier(state: FittedState, path: str | os.PathLike[str]) -> None:
         ),
         labels=Labels(state.classes.dtype.str, state.classes.tolist()),
         calibration=FittedCalibration(*state.calibration),
+        means=state.means,
     )
     metadata = {"format": FORMAT, "classifier": json.dumps(msgspec.to_builtins(header))}
     with atomic_replace(path) as temporary:
@@ -334,6 +340,7 @@ def _state(
         labels,
         classes,
         _calibration(header),
+        header.means,
     )
 
 
