@@ -39,6 +39,7 @@ def averages(results: Sequence[Result], in_domain: Iterable[str] | None = None) 
     Returns
     -------
     list of Row
+        One for each number of shots and domain.
     """
     rows = []
     for title, group in averaged_groups(results, in_domain):
