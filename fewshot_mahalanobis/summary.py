@@ -1,12 +1,13 @@
 """A fitted support set at a glance: images a class, leave-one-out accuracy, confusions, and images to look at again.
 
-Every support image is left out in turn and classified by the others, exactly (``Head.leave_one_out_logits``). The
+Every support image is left out in turn and compared with the others, exactly (``Head.leave_one_out_logits``). The
 network stays adapted to all of them. Suspect images are
 
-- **wrong labels**: the others give another class at least half of the probability;
-- **near-duplicates**: the features of two images differ by less than a fraction of the usual distance to the nearest
-  other image, so that leaving one out tests nothing;
-- **outliers**: far from every class, compared with the rest of the support set.
+- **wrong labels**: another class is at least twice as probable as their own;
+- **near-duplicates**: two images whose features are much closer than those of nearest neighbours usually are;
+- **outliers**: unlike the other images of their class, by the cosine of their features with the mean of the others.
+
+The limits were chosen on 5-way 10-shot tasks of ten image sets: ``benchmarks/suspects.py``.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fewshot_mahalanobis.heads import CosineHead
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
-from fewshot_mahalanobis.rejection import outlier_score
 from fewshot_mahalanobis.temperature import fit_temperature
 
-#: Two images are near-duplicates if their features are closer than this share of the median distance to the nearest
-#: other image.
-DUPLICATE_SHARE = 0.3
-#: An outlier's score lies this many robust standard deviations above the median of all scores.
-OUTLIER_DEVIATIONS = 4.0
-#: A class of so many times the images of another makes it worth a word.
+#: A label is suspect if another class is this many times as probable.
+MIN_ODDS = 2.0
+#: Near-duplicates are closer than this share of the median distance to the second nearest neighbour.
+DUPLICATE_SHARE = 0.33
+#: The cosine distance of an outlier lies this many robust standard deviations above the median, in logarithms.
+OUTLIER_DEVIATIONS = 2.5
+#: Classes of more different sizes than this are mentioned.
 MAX_IMBALANCE = 5
+#: Most lines of a kind in the text.
+MAX_LINES = 10
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """Support images of one class that the others put into another."""
+    """How many support images of class ``label`` the others put into class ``predicted``."""
 
     label: Any
     predicted: Any
@@ -53,9 +57,9 @@ class Suspect:
     label : label
     kind : {"wrong label", "near-duplicate", "outlier"}
     predicted : label, optional
-        Of a wrong label: the class that the others give it.
-    probability : float, optional
-        Of a wrong label: that class's probability.
+        Of a wrong label: the class that the others make most probable.
+    odds : float, optional
+        Of a wrong label: how many times as probable that class is as the given one.
     twin : int, optional
         Of a near-duplicate: the place of the other image.
     """
@@ -64,7 +68,7 @@ class Suspect:
     label: Any
     kind: str
     predicted: Any = None
-    probability: float | None = None
+    odds: float | None = None
     twin: int | None = None
 
 
@@ -82,7 +86,7 @@ class SupportSummary:
     confusions : list of Confusion
         Most frequent first.
     suspects : list of Suspect
-        Wrong labels first, the most certain ones ahead; then near-duplicates, then outliers.
+        Wrong labels, then near-duplicates, then outliers, each most suspect first.
     """
 
     counts: dict[Any, int]
@@ -118,10 +122,13 @@ class SupportSummary:
             lines.append("Leave-one-out accuracy: not measured, as every class has one image")
         if self.confusions:
             lines.append("Most confused:")
-            lines += [f"  {c.label} taken for {c.predicted}: {c.images}" for c in self.confusions[:5]]
-        if self.suspects:
-            lines.append("Look at these again:")
-            lines += [f"  {_sentence(suspect, names)}" for suspect in self.suspects]
+            lines += [f"  {c.label} taken for {c.predicted}: {c.images}" for c in self.confusions[:MAX_LINES]]
+        for kind in ("wrong label", "near-duplicate", "outlier"):
+            found = [_sentence(suspect, names) for suspect in self.suspects if suspect.kind == kind]
+            if found:
+                lines += [f"Possible {kind}s:", *(f"  {sentence}" for sentence in found[:MAX_LINES])]
+            if len(found) > MAX_LINES:
+                lines.append(f"  and {len(found) - MAX_LINES} more")
         return "\n".join(lines)
 
 
@@ -136,60 +143,60 @@ def summarise(task: AdaptedTask, classes: NDArray[Any]) -> SupportSummary:
     """
     labels = task.support_labels.cpu()
     names = classes.tolist()
+    features = task.head_features(task.support_features)
     with torch.no_grad():
-        logits = task.head.leave_one_out_logits(task.head_features(task.support_features), task.support_labels)
-    logits = logits.double().cpu()
-    counted = labels.bincount(minlength=len(names))[labels] > 1
+        logits = task.head.leave_one_out_logits(features, task.support_labels).double().cpu()
+        cosines = CosineHead().leave_one_out_logits(features, task.support_labels).double().cpu()
+    counts = labels.bincount(minlength=len(names))
+    counted = counts[labels] > 1
     predicted = logits.argmax(dim=1)
     wrong = counted & (predicted != labels)
     pairs = Counter(zip(labels[wrong].tolist(), predicted[wrong].tolist(), strict=True))
+    mislabelled = _wrong_labels(logits, labels, wrong)
+    known = set(mislabelled)
     return SupportSummary(
-        dict(zip(names, labels.bincount(minlength=len(names)).tolist(), strict=True)),
+        dict(zip(names, counts.tolist(), strict=True)),
         int((counted & ~wrong).sum()),
         int(counted.sum()),
         [Confusion(names[true], names[other], number) for (true, other), number in pairs.most_common()],
         [
-            *_wrong_labels(logits, labels, wrong, names),
-            *_near_duplicates(task.support_features.cpu(), labels, names),
-            *_outliers(logits, labels, counted, names),
+            *(Suspect(i, names[labels[i]], "wrong label", names[predicted[i]], o) for i, o in mislabelled.items()),
+            *(Suspect(i, names[labels[i]], "near-duplicate", twin=j) for i, j in _near_duplicates(features.cpu())),
+            *(Suspect(i, names[labels[i]], "outlier") for i in _outliers(cosines, labels, counted) if i not in known),
         ],
     )
 
 
-def _wrong_labels(logits: Tensor, labels: Tensor, wrong: Tensor, names: list[Any]) -> list[Suspect]:
+def _wrong_labels(logits: Tensor, labels: Tensor, wrong: Tensor) -> dict[int, float]:
+    """Images with another class more probable than their own -> the odds, highest first."""
     if not wrong.any():
-        return []
-    probabilities, predicted = torch.softmax(logits / fit_temperature(logits, labels), dim=1).max(dim=1)
-    found = [
-        Suspect(i, names[labels[i]], "wrong label", names[predicted[i]], float(probabilities[i]))
-        for i in wrong.nonzero()[:, 0].tolist()
-        if probabilities[i] >= 0.5
-    ]
-    return sorted(found, key=lambda suspect: -(suspect.probability or 0))
+        return {}
+    own = logits.gather(1, labels[:, None])[:, 0]
+    odds = ((logits.amax(dim=1) - own) / fit_temperature(logits, labels)).exp()
+    order = odds.argsort(descending=True, stable=True).tolist()
+    return {i: float(odds[i]) for i in order if wrong[i] and odds[i] >= MIN_ODDS}
 
 
-def _near_duplicates(features: Tensor, labels: Tensor, names: list[Any]) -> list[Suspect]:
+def _near_duplicates(features: Tensor) -> list[tuple[int, int]]:
+    """Pairs of images with almost the same features, closest first."""
     if len(features) < 3:
         return []
     distances = torch.cdist(features.double(), features.double()).fill_diagonal_(torch.inf)
-    nearest, twin = distances.min(dim=1)
-    close = nearest < DUPLICATE_SHARE * nearest.median()
-    return [
-        Suspect(i, names[labels[i]], "near-duplicate", twin=int(twin[i]))
-        for i in close.nonzero()[:, 0].tolist()
-        if not (twin[twin[i]] == i and twin[i] < i)  # one word for a pair
-    ]
+    (nearest, second), (twins, _) = (part.T for part in distances.topk(2, largest=False))
+    close = (nearest < DUPLICATE_SHARE * second.median()).nonzero()[:, 0]
+    pairs = {(min(i, j), max(i, j)) for i, j in zip(close.tolist(), twins[close].tolist(), strict=True)}
+    return sorted(pairs, key=lambda pair: (float(distances[pair]), pair))
 
 
-def _outliers(logits: Tensor, labels: Tensor, counted: Tensor, names: list[Any]) -> list[Suspect]:
-    scores = outlier_score(logits)
+def _outliers(cosines: Tensor, labels: Tensor, counted: Tensor) -> list[int]:
+    """Images unlike the others of their class, most unlike first."""
     if counted.sum() < 3:
         return []
-    median = scores[counted].median()
-    deviation = 1.4826 * (scores[counted] - median).abs().median()  # of a normal distribution, its standard deviation
-    far = counted & (scores > median + OUTLIER_DEVIATIONS * deviation)
-    order = sorted(far.nonzero()[:, 0].tolist(), key=lambda i: -float(scores[i]))
-    return [Suspect(i, names[labels[i]], "outlier") for i in order]
+    distance = (1 - cosines.gather(1, labels[:, None])[:, 0]).clamp(min=1e-12).log()
+    median = distance[counted].median()
+    deviation = 1.4826 * (distance[counted] - median).abs().median()  # the standard deviation, if they are normal
+    far = counted & (distance > median + OUTLIER_DEVIATIONS * deviation)
+    return sorted(far.nonzero()[:, 0].tolist(), key=lambda i: -float(distance[i]))
 
 
 def _sentence(suspect: Suspect, names: Sequence[Any] | None) -> str:
@@ -197,8 +204,12 @@ def _sentence(suspect: Suspect, names: Sequence[Any] | None) -> str:
         return f"image {index}" if names is None else str(names[index])
 
     start = f"{name(suspect.index)} ({suspect.label})"
-    if suspect.kind == "wrong label":
-        return f"{start}: the others say {suspect.predicted} ({suspect.probability:.0%}); is its label right?"
-    if suspect.kind == "near-duplicate":
-        return f"{start}: almost the same picture as {name(suspect.twin or 0)}"
-    return f"{start}: unlike every class"
+    if suspect.odds is not None:
+        return f"{start}: {suspect.predicted} is {_times(suspect.odds)} as probable"
+    if suspect.twin is not None:
+        return f"{start}: almost the same picture as {name(suspect.twin)}"
+    return f"{start}: unlike the other images of its class"
+
+
+def _times(odds: float) -> str:
+    return "over 1,000 times" if odds > 1000 else f"{odds:.0f} times"

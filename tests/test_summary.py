@@ -65,10 +65,11 @@ def test_a_wrong_label_is_found_with_the_right_one(tiny_task: AdaptedTask) -> No
     summary = summarise(tiny_task.refit(features, labels), CLASSES)
     (suspect,) = [found for found in summary.suspects if found.kind == "wrong label"]
     assert (suspect.index, suspect.label, suspect.predicted) == (3, "owl", "cat")
-    assert suspect.probability is not None
-    assert 0.5 < suspect.probability <= 1
+    assert suspect.odds is not None
+    assert suspect.odds >= 2
     assert summary.confusions == [Confusion("owl", "cat", 1)]
-    assert f"  image 3 (owl): the others say cat ({suspect.probability:.0%}); is its label right?" in str(summary)
+    assert "Possible wrong labels:\n  image 3 (owl): cat is " in str(summary)
+    assert [found.kind for found in summary.suspects if found.index == 3] == ["wrong label"]  # once, not an outlier too
     assert "a/3.png (owl)" in summary.describe([f"a/{i}.png" for i in range(24)])
 
 
@@ -81,7 +82,16 @@ def test_two_copies_are_one_suspect_and_an_odd_image_another(tiny_task: AdaptedT
     assert [s.index for s in suspects if s.kind == "outlier"] == [20]
     text = str(summarise(tiny_task.refit(features, labels), CLASSES))
     assert "image 2 (cat): almost the same picture as image 5" in text
-    assert "image 20 (owl): unlike every class" in text
+    assert "image 20 (owl): unlike the other images of its class" in text
+
+
+def test_a_long_list_is_cut_in_the_text_alone(tiny_task: AdaptedTask) -> None:
+    features, labels = clusters([30, 30])
+    features[30:45] = features[:15]
+    summary = summarise(tiny_task.refit(features, labels), CLASSES[:2])
+    assert len([s for s in summary.suspects if s.kind == "near-duplicate"]) == 15
+    assert str(summary).count("almost the same picture") == 10
+    assert "  and 5 more" in str(summary)
 
 
 def test_single_images_have_no_accuracy(tiny_task: AdaptedTask) -> None:
