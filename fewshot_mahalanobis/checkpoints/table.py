@@ -82,6 +82,21 @@ def _published(
     )
 
 
+def _lite(image_size: int, path: str, blob_id: str) -> CheckpointRecord:
+    revision = "6e6499b3cfe561a963d9439755be0a37357c7729"
+    return CheckpointRecord(
+        name=f"lite-simple-cnaps-{image_size}",
+        url=f"https://raw.githubusercontent.com/cambridge-mlg/LITE/{revision}/models/{path}",
+        revision=revision,
+        blob_id=blob_id,
+        size=22_845_432,
+        licence="MIT",
+        image_size=image_size,
+        trained_on="backbone: EfficientNet-B0 on ImageNet; adaptation: the training classes of Meta-Dataset (MD-v2)",
+        settings={"adaptation": "film", **_PUBLISHED_SETTINGS},
+    )
+
+
 _META_DATASET = "Meta-Dataset: the training classes of ILSVRC-2012 and seven other data sets"
 
 _RECORDS = (
@@ -120,6 +135,20 @@ _RECORDS = (
             "fashion_mnist/test, 5-way 5-shot": (79.6, 0.9),
             "dtd10/test, 3-way 5-shot": (74.5, 1.1),
         },
+    ),
+    CheckpointRecord(
+        name="efficientnet-lite0",
+        url=None,
+        revision=None,
+        blob_id=None,
+        size=3_450_408,
+        licence="MIT; EfficientNet-Lite0 (a dependency) Apache 2.0; both trained on ImageNet images",
+        image_size=144,
+        trained_on=(
+            "backbone: all of ImageNet; adaptation: mini-ImageNet, Tiny-ImageNet, CUB-200-2010, DTD, Omniglot and "
+            "QuickDraw training classes, MPEG-7 silhouettes and drawn glyphs"
+        ),
+        settings={"adaptation": "film", "head": "mahalanobis", "scale": 0.11154390871524811, "beta": 0.3},
     ),
     _published(
         "simple-cnaps-meta-dataset",
@@ -183,6 +212,9 @@ _RECORDS = (
         adaptation="none",
         trained_on="the training classes of mini-ImageNet, supervised, no meta-training",
     ),
+    # Bronskill et al., NeurIPS 2021: the first is the paper's.
+    _lite(224, "meta-trained_lite_224.pt", "ce9a139c4aae81c93091ac6858a14c50fffa9087"),
+    _lite(84, "meta-trained_84.pt", "e1524244e7b78fc29d0c3a231d5c0827c7026225"),
 )
 
 #: The records by name, "default" first.
