@@ -31,7 +31,7 @@ def pooled_curve(results: Sequence[Result], against: str) -> list[Row]:
     for _, by_method in sorted(points.items()):
         accuracy = {method: _pooled(groups) for method, groups in by_method.items()}
         groups = next(iter(by_method.values()))  # every method saw the same episodes
-        number = round(sum(g.count * g.number for g in groups) / sum(g.count for g in groups))
+        number = round(sum(g.size * g.number for g in groups) / sum(g.size for g in groups))
         way, shot = (None, number) if against == "shot" else (number, None)
         rows.append(Row(name=f"{len(results)} sources", way=way, shot=shot, accuracy=accuracy))
     return rows

@@ -83,14 +83,9 @@ def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
 
 
 def published_figure(method: str, row: Row) -> Figure | None:
-    """The paper's figure for one row of a table, if it has one.
+    """The paper's figure of a method (from :func:`published_method`) for one row of a table, if it has one.
 
-    Parameters
-    ----------
-    method : str
-        From :func:`published_method`.
-    row : Row
-        The figure for an average is that of the same data sets in the paper, with the interval of their mean.
+    That for an average is of the same data sets in the paper, with the interval of their mean.
     """
     figures = _published()["methods"][method]
     named = []

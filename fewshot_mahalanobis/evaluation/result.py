@@ -49,7 +49,7 @@ class Group(NamedTuple):
     """Accuracies that share a number of ways or shots: how many there are, their mean and standard deviation."""
 
     number: int
-    count: int
+    size: int
     mean: float
     deviation: float
 
