@@ -55,21 +55,11 @@ def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
     """One image as uint8 RGB of shape (size, size, 3).
 
     The EXIF orientation is applied, transparent pixels become white, and 16-bit grey is scaled to 8 bits over its full
-    range. Of a file with several frames the current one is taken.
+    range. Of a file with several frames the current one is taken. Modes are those that Pillow converts to RGB, and I;16
+    and I (0 to 65535) and F (0 to 1).
 
-    Parameters
-    ----------
-    image : PIL.Image.Image
-        Of any mode that Pillow converts to RGB, and of the modes I;16 and I (0 to 65535) and F (0 to 1).
-    size : int
-        Side of the square, in pixels.
-
-    Raises
-    ------
-    ImageError
-        The image has no pixels or too many, is Encapsulated PostScript, or has values outside its range.
-    Exception
-        Of many types, from Pillow, if the file behind a lazily opened image is damaged.
+    ImageError if the image has no pixels or too many, is Encapsulated PostScript, or has values outside its range;
+    errors of many types, from Pillow, if the file behind a lazily opened image is damaged.
     """
     check_header(image)
     image.load()  # some formats have the orientation after the pixels
@@ -82,22 +72,12 @@ def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
 
 
 def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDArray[np.uint8]:
-    """One image file as uint8 RGB of shape (size, size, 3).
+    """One image file, by path or opened, as uint8 RGB of shape (size, size, 3).
 
-    The format is recognised by the contents, whatever the name; of several frames the first is taken.
-
-    Parameters
-    ----------
-    file : path, or binary file that can seek
-        A pipe is refused, as it could block.
-    size : int
-        Side of the square, in pixels.
-
-    Raises
-    ------
-    ImageError
-        It cannot be read, is no image, needs a decoder that is not installed, is damaged or cut short, or is refused
-        by :func:`to_square_array`. The message does not name the file.
+    The format is recognised by the contents, whatever the name; of several frames the first is taken. An opened file
+    must be able to seek: a pipe is refused, as it could block. ImageError if the file cannot be read, is no image,
+    needs a decoder that is not installed, is damaged or cut short, or is refused by :func:`to_square_array`. The
+    message does not name the file.
     """
     try:
         if isinstance(file, str | os.PathLike):

@@ -16,13 +16,8 @@ if TYPE_CHECKING:
 def read_labels(file: Path) -> tuple[list[Path], list[str]]:
     """Paths and labels of a CSV file with columns "path" and "label", which are separated by comma, semicolon or tab.
 
-    Relative paths are relative to the folder of the CSV file.
-
-    Raises
-    ------
-    FileNotFoundError
-    ValueError
-        The file is no such table, or a row lacks its path or label.
+    Relative paths are relative to the folder of the CSV file. FileNotFoundError if there is none; ValueError if it is
+    no such table, or a row lacks its path or label.
     """
     try:
         text = file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark

@@ -97,6 +97,7 @@ def label_collection(
     Returns
     -------
     Labelled
+        Numbers of images.
 
     Raises
     ------
@@ -212,17 +213,7 @@ def label_images(
 
 
 class _Worker:
-    """An actor: loads the classifier once, then labels batch after batch.
-
-    Parameters
-    ----------
-    file : ray.ObjectRef of bytes
-        The saved classifier, in the object store of the cluster.
-    cpus : int
-        Threads of this process.
-    device : str
-    filesystem : pyarrow.fs.FileSystem, optional
-    """
+    """An actor: loads the classifier once from the cluster's object store, then labels batch after batch."""
 
     def __init__(self, file: ray.ObjectRef, cpus: int, device: str, filesystem: FileSystem | None) -> None:
         import pyarrow as pa

@@ -133,10 +133,7 @@ def load_source(
 def class_folders(path: Path) -> dict[str | None, dict[str, list[str]]]:
     """List the images of a folder or zip: split (None without splits) -> class -> paths below ``path``.
 
-    Raises
-    ------
-    ValueError
-        ``path`` is a file but not a zip.
+    ValueError if ``path`` is a file but not a zip.
     """
     found: dict[str | None, dict[str, list[str]]] = {}
     for member in _zip_members(path) if path.is_file() else _folder_members(path):

@@ -57,18 +57,9 @@ class AdaptedTask:
 
     @torch.no_grad()
     def refit(self, support_features: Tensor, support_labels: Tensor) -> AdaptedTask:
-        """The same adapted network with its head fitted to other support features: more shots, new classes.
+        """The same adapted network with its head fitted to other support features (n, d): more shots, new classes.
 
-        Parameters
-        ----------
-        support_features : Tensor of shape (n, 512)
-            From :meth:`features`.
-        support_labels : int64 Tensor of shape (n,)
-
-        Returns
-        -------
-        AdaptedTask
-            A new one, sharing this one's network; this one is unchanged.
+        Labels are int64 (n,). The new task shares this one's network; this one is unchanged.
         """
         task = copy.copy(self)
         task.support_features = support_features.to(self._device)

@@ -206,16 +206,10 @@ class Backbone(nn.Module):
 
     @classmethod
     def described(cls, description: Mapping[str, Any], image_size: int, network: nn.Module | None = None) -> Backbone:
-        """The backbone that ``description`` tells of, its weights yet to be loaded.
+        """The backbone that ``description``, its types checked, tells of; its weights are yet to be loaded.
 
-        Parameters
-        ----------
-        description : mapping
-            As :attr:`description`, its types checked.
-        image_size : int
-        network : nn.Module, optional
-            The network itself, of which a copy is used. Without it timm makes one of shapes alone, to compare a file
-            with, and :meth:`materialise` another with memory.
+        A copy of ``network`` is used. Without it timm makes one of shapes alone, to compare a file with, and
+        :meth:`materialise` another with memory.
         """
         timm = description["timm"]
         if network is None:

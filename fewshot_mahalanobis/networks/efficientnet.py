@@ -63,10 +63,7 @@ def pad_for_even_sides_(network: nn.Module) -> None:
 def load_in_order_(network: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """Fill ``network`` with entries in the order of its own, whatever their names; what follows them is left out.
 
-    Raises
-    ------
-    ValueError
-        There are too few, or a shape differs.
+    ValueError if there are too few, or a shape differs.
     """
     wanted = network.state_dict()
     try:
@@ -78,12 +75,7 @@ def load_in_order_(network: nn.Module, stored: Mapping[str, Tensor]) -> None:
 def lite0_weights() -> dict[str, Any]:
     """The package's weights, verified.
 
-    Raises
-    ------
-    ImportError
-        The package is absent.
-    ValueError
-        Its file is not the one with the known SHA-256.
+    ImportError if the package is absent, ValueError if its file is not the one with the known SHA-256.
     """
     try:
         found = [file for file in files(PACKAGE) or () if file.name == FILE]

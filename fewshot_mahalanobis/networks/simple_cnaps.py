@@ -417,10 +417,7 @@ class SimpleCNAPS(
     def fill(self, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
         """Give a model of :meth:`from_config` its weights, all of ``state_dict()``, and set evaluation mode.
 
-        Raises
-        ------
-        ValueError
-            The backbone's network computes other features than the one that was saved.
+        ValueError if the backbone's network computes other features than the one that was saved.
         """
         backbone = self.feature_extractor
         if isinstance(backbone, Backbone):

@@ -106,10 +106,7 @@ def validation_due(step: int, recipe: MetaTrainRecipe) -> bool:
 def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
     """Make the model that training starts from: the backbone, with random or given adaptation networks.
 
-    Raises
-    ------
-    ValueError
-        ``model`` has an unknown setting or no adaptation, or ``init`` is a checkpoint of another model.
+    ValueError if ``model`` has an unknown setting or no adaptation, or ``init`` is a checkpoint of another model.
     """
     from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 
