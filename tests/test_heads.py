@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import HEADS, Head, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings, choose_means_settings
+from fewshot_mahalanobis.heads import HEADS, AutoHead, Head, LinearHead, MahalanobisHead
 from tests import reference
 from tests.drawn_tasks import make_task
 
@@ -25,7 +28,13 @@ def task() -> tuple[Tensor, Tensor, Tensor]:
     return make_task(0, [1, 5, 2, 3], 512, queries=6)
 
 
+#: Settings of ``AutoHead`` where what it would choose is not the point.
+FIXED = MeansSettings(beta=0.8, spread=0.3, freedom=4.0, scale=0.7, shared="within")
+
+
 def make_head(name: str) -> Head[object]:
+    if name == "auto":
+        return AutoHead(FIXED)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return HEADS[name]()
@@ -152,3 +161,95 @@ def test_left_out_logits_are_those_of_the_head_fitted_to_the_others(
         torch.testing.assert_close(got[i], expected, rtol=1e-5, atol=1e-5)
     assert torch.isinf(got).sum() == 1  # class 0 has one example
     torch.testing.assert_close(Head.leave_one_out_logits(head, features, labels), got, rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- auto
+
+
+def naive_auto(features: Tensor, labels: Tensor, queries: Tensor, settings: MeansSettings) -> Tensor:
+    """The posterior of every class mean and the predictive Gaussian of every class, one at a time."""
+    members = [features[labels == label] for label in range(int(labels.max()) + 1)]
+    means = torch.stack([m.mean(dim=0) for m in members])
+    centre, pooled = means.mean(dim=0), reference.pooled_covariance(features, labels)
+    p = pooled + settings.beta * torch.eye(features.shape[1], dtype=features.dtype)
+    columns = []
+    for member, mean in zip(members, means):
+        precision = 1 / settings.spread + len(member)  # of the posterior, in units of the inverse of P
+        posterior, ratio = (centre / settings.spread + len(member) * mean) / precision, 1 + 1 / precision
+        difference = queries - posterior
+        distance = (difference @ torch.linalg.inv(p) * difference).sum(dim=1)
+        columns.append(-settings.scale * (distance / ratio + settings.freedom * math.log(ratio)))
+    return torch.stack(columns, dim=1)
+
+
+SHOTS = [
+    ([5] * 5, 40),
+    ([1, 2, 3, 7], 30),
+    ([1, 2, 3, 7, 12], 6),
+    ([2, 2], 5),
+    ([3, 1], 2),
+    ([2, 1, 1], 4),
+    ([9, 1], 1),
+]
+
+
+@pytest.mark.parametrize(("shots", "d"), SHOTS)
+def test_auto_logits_are_those_of_the_predictive_gaussians(shots: list[int], d: int) -> None:
+    features, labels, queries = make_task(1, shots, d, dtype=torch.float64)
+    got = AutoHead(FIXED)(features, labels, queries)
+    torch.testing.assert_close(got, naive_auto(features, labels, queries, FIXED), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("shots", "d"), SHOTS)
+def test_auto_leaves_out_exactly(shots: list[int], d: int) -> None:
+    features, labels, _ = make_task(1, shots, d, dtype=torch.float64)
+    for settings in (FIXED, choose_means_settings(features, labels)):
+        head = AutoHead(settings)
+        naive = Head.leave_one_out_logits(head, features, labels)
+        torch.testing.assert_close(head.leave_one_out_logits(features, labels), naive, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(("shots", "d"), [*SHOTS, ([1, 1, 1], 4)])
+def test_auto_exports_what_it_computes(shots: list[int], d: int) -> None:
+    features, labels, queries = make_task(1, shots, d)
+    head = AutoHead()
+    state = head.fit(features, labels)
+    expected = head.logits(state, queries)
+    torch.testing.assert_close(
+        head.export(state)(queries), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+    )
+
+
+def test_auto_does_not_depend_on_the_scale_of_features() -> None:
+    features, labels, queries = make_task(6, [4, 2, 5], 20, dtype=torch.float64)
+    expected = AutoHead()(features, labels, queries)
+    for scale in (1e-3, 1e3):
+        found = AutoHead()(scale * features, labels, scale * queries)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_auto_serves_what_leaves_nothing_to_choose() -> None:
+    """One shot in every class, one class, and equal examples: defined, finite, nearest mean first."""
+    features, labels, _ = make_task(6, [1, 1, 1], 8, dtype=torch.float64)
+    settings = choose_means_settings(features, labels)
+    assert (settings.shared, settings.freedom) == ("task", 0.0)
+    assert AutoHead()(features, labels, features).argmax(dim=1).equal(labels)
+    assert AutoHead()(features, 0 * labels, features).isfinite().all()
+    assert AutoHead()(torch.ones(4, 3), torch.tensor([0, 0, 1, 1]), torch.zeros(1, 3)).isfinite().all()
+    apart = torch.eye(2).repeat(2, 1)  # no variance within
+    assert AutoHead()(apart, torch.tensor([0, 1, 0, 1]), apart).argmax(dim=1).tolist() == [0, 1, 0, 1]
+
+
+def test_auto_favours_no_class_for_its_number_of_examples() -> None:
+    """In many dimensions a class of two examples among classes of thirty keeps its queries, and takes no others'."""
+    generator = torch.Generator().manual_seed(0)
+    centres = 0.5 * torch.randn(5, 200, generator=generator)
+    shots = torch.tensor([2, 30, 30, 30, 30])
+    labels, truth = torch.arange(5).repeat_interleave(shots), torch.arange(5).repeat_interleave(40)
+    support = centres[labels] + torch.randn(len(labels), 200, generator=generator)
+    queries = centres[truth] + torch.randn(200, 200, generator=generator)
+    predicted = AutoHead()(support, labels, queries).argmax(dim=1)
+    recall = [float((predicted[truth == label] == label).double().mean()) for label in range(5)]
+    precision = float((truth[predicted == 0] == 0).double().mean())
+    assert min(recall) > 0.7
+    assert precision > 0.8

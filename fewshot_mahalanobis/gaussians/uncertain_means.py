@@ -36,7 +36,7 @@ from fewshot_mahalanobis.temperature import temperature_fit
 #: Candidates for log10(beta / v), v the mean variance of a feature over the support set.
 _GRID = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
 #: Prior: log10(beta / v) ~ Normal(CENTRE, SPREAD). From validation classes; so are the two after it.
-_CENTRE, _SPREAD = 0.75, 0.5
+_CENTRE, _SPREAD = 1.0, 0.35
 #: log10(beta / v), b and the scale where every class has one example.
 _ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, _ONE_SHOT_SCALE = 1.5, 0.1, 14.0
 #: Bounds of b.

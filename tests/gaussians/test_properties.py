@@ -41,7 +41,8 @@ from fewshot_mahalanobis import testing
 from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.inputs import working_dtype
-from fewshot_mahalanobis.heads import HEADS, EuclideanHead, Head, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings
+from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.testing import (
     COVARIANCE_PROPERTIES,
     HEAD_PROPERTIES,
@@ -573,6 +574,8 @@ WITHOUT = {
 
 
 def make_head(name: str, width: int) -> Head[Any]:
+    if name == "auto":  # what it chooses is not smooth in the features
+        return AutoHead(MeansSettings(beta=0.8, spread=0.3, freedom=4.0, scale=0.7, shared="within"))
     if name != "linear":
         return HEADS[name]()
     with torch.random.fork_rng():
@@ -586,7 +589,7 @@ def test_heads(name: str, search: Search) -> None:
     # Beyond a scale of 1e3 the bound of a head without a formula is finer than what dense factors keep;
     # RegularizedCovariance is held to its own at every scale.
     drawn = heads.flatmap(
-        lambda head: st.tuples(st.just(head), tasks(scale=(1e-6, 1e3 if head == "mahalanobis" else 1e6)))
+        lambda head: st.tuples(st.just(head), tasks(scale=(1e-6, 1e3 if head in ("mahalanobis", "auto") else 1e6)))
     )
 
     def holds(head_and_task: tuple[str, Task]) -> None:
