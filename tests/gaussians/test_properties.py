@@ -216,7 +216,7 @@ def test_covariances_and_distances_equal_the_plain_formula(search: Search) -> No
         gaussians = covariance(task.support_features, task.support_labels)
         plain = reference.class_covariances(task.support_features, task.support_labels, **settings)
         # Sums of n products of features that were centred far from the origin.
-        n, largest = len(task.support_features), testing._largest(task)
+        n, largest = len(task.support_features), testing.largest_entry(task)
         trace = testing._trace(plain)[:, None, None]
         bound = 16 * n * EPS * (trace + largest * trace.sqrt() + EPS * largest**2)
         assert ((gaussians.covariance() - plain).abs() <= bound).all()
@@ -272,7 +272,7 @@ def test_low_rank_equals_dense(search: Search) -> None:
         e = operations * (n + testing._trace(q) / beta)
         difference = (torch.linalg.eigvalsh(q)[:, 0] <= 2**13 * beta) & (not covariance.settings.task_covariance)
         own = torch.minimum(e.square() / 2, torch.tensor(1e-5)) + torch.where(difference, e / 2, 0.0)
-        residual = torch.tensor(4 * operations * testing._largest(task) * math.sqrt(d / beta))
+        residual = torch.tensor(4 * operations * testing.largest_entry(task) * math.sqrt(d / beta))
         absolute = absolute + torch.hypot(expected, residual) - expected
         testing._assert_within(found, expected, (relative + own) * torch.maximum(found, expected) + absolute)
 
@@ -322,7 +322,7 @@ def test_rounding_the_features_to_float32_moves_distances_no_further_than_the_bo
         gaussians = covariance(task.support_features, task.support_labels)
         exact = gaussians.squared_distance(task.query_features).sqrt()
         found = distances_of(covariance, in_float64(rounded)).sqrt()
-        moved = 2.0**-24 * testing._largest(task) + 2.0**-150
+        moved = 2.0**-24 * testing.largest_entry(task) + 2.0**-150
         e = moved * math.sqrt(2 * task.query_features.shape[1] / covariance.settings.ridge)
         relative, absolute = testing._length_rounding(gaussians, task)
         slack = 2 * relative * torch.maximum(exact, found) + 2 * absolute
@@ -483,7 +483,7 @@ def test_distances_are_those_of_scikit_learns_empirical_covariance(search: Searc
     def holds(covariance: RegularizedCovariance, task: Task) -> None:
         gaussians = covariance(task.support_features, task.support_labels)
         distances = gaussians.squared_distance(task.query_features)
-        columns, largest = [], testing._largest(task)
+        columns, largest = [], testing.largest_entry(task)
         for label in range(len(gaussians.counts)):
             sample = sample_of_covariance(covariance, task, label)
             largest = max(largest, np.abs(sample).max())
