@@ -19,9 +19,14 @@ def test_file_is_replaced_when_the_block_ends(tmp_path):
 def test_error_in_the_block_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(RuntimeError, match="full"), atomic_replace(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError("full")
+
+    def fill_the_disk() -> None:
+        with atomic_replace(path) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError("full")
+
+    with pytest.raises(RuntimeError, match="full"):
+        fill_the_disk()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis import devices
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, devices, load_checkpoint
 from fewshot_mahalanobis.devices import choose_dtype, native_bfloat16
 from tests.tiny import LABELS, pictures, tiny_model
 

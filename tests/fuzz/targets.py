@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis import saving
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, saving
 from fewshot_mahalanobis import images as images_module
 from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.images import ImageBatches, ImageError, read_square_array

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fewshot_mahalanobis import saving
 from fewshot_mahalanobis import images as images_module
+from fewshot_mahalanobis import saving
 from tests.fuzz.targets import TARGETS
 
 
