@@ -83,7 +83,7 @@ def heif_decoder() -> ModuleType | None:
         import pillow_heif
     except ImportError:
         return None
-    return pillow_heif  # type: ignore[no-any-return]
+    return pillow_heif
 
 
 def _pillow_formats() -> list[str]:

@@ -196,7 +196,7 @@ def _describe_head(head: str | nn.Module) -> str | HeadSettings:
     if type(head) is MahalanobisHead and type(head.covariance) is RegularizedCovariance:
         return HeadSettings(head.scale, head.covariance.settings)
     if type(head) in HEADS.values() and not isinstance(head, LinearHead):
-        return head.name
+        return str(head.name)
     raise ValueError(
         f"a {type(head).__name__} object as head cannot be written to a file: name one of {sorted(HEADS)}, "
         "or pickle the classifier"
@@ -264,7 +264,8 @@ def load_classifier(
         raise ValueError(f"{path} is a safetensors file, but not one that SimpleCNAPSClassifier.save wrote")
     header = _read_header(path, metadata.get("classifier", ""))
     if isinstance(backbone, SimpleCNAPS):
-        backbone = getattr(backbone.feature_extractor, "network", backbone.feature_extractor)
+        extractor: Any = backbone.feature_extractor
+        backbone = getattr(extractor, "network", extractor)
     check_network(str(path), header.model, backbone, "SimpleCNAPSClassifier.load(path, backbone=network)")
     try:
         model = SimpleCNAPS.from_config(checked_settings(header.model, "the model's settings", SimpleCNAPS), backbone)

@@ -79,7 +79,7 @@ def trace_norms(network: nn.Module, run: Callable[[], Any]) -> NormCalls:
     affine = [name for name in once if name in norms]
 
     def is_spatial(convolution: str) -> bool:
-        return max(modules[convolution].kernel_size) > 1  # type: ignore[call-overload, no-any-return]
+        return max(modules[convolution].kernel_size) > 1
 
     return NormCalls(
         affine,
@@ -91,7 +91,7 @@ def trace_norms(network: nn.Module, run: Callable[[], Any]) -> NormCalls:
 def _can_be_folded(norm: nn.Module) -> bool:
     """Whether it is a BatchNorm of maps with running statistics: PyTorch's, or timm's with an activation in it."""
     known = type(norm) is nn.BatchNorm2d or (isinstance(norm, nn.BatchNorm2d) and hasattr(norm, "act"))
-    return known and norm.running_mean is not None  # type: ignore[union-attr]
+    return known and norm.running_mean is not None
 
 
 def default_positions(calls: NormCalls) -> list[str]:
