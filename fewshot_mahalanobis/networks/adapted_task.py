@@ -12,8 +12,8 @@ from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.backbone import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 
-#: Larger CPU batches make every layer allocate fresh, zeroed pages.
-MAX_CPU_BATCH = 32
+#: Pixels at a time: larger CPU batches make every layer allocate fresh, zeroed pages.
+MAX_CPU_PIXELS = 32 * 84 * 84
 
 
 class AdaptedTask:
@@ -70,7 +70,9 @@ class AdaptedTask:
     @torch.no_grad()
     def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
         """Adapted features f_theta^tau(x) of images (n, 3, h, w) in [-1, 1] -> (n, 512), float32."""
-        most = min(batch_size, MAX_CPU_BATCH) if self._device.type == "cpu" else batch_size
+        most = batch_size
+        if self._device.type == "cpu" and len(images):
+            most = min(batch_size, max(1, MAX_CPU_PIXELS // images[0, 0].numel()))
         chunks = images.split(most) if len(images) else ()
         features = [self._extractor(channels_last(chunk.to(self._device, self.dtype))) for chunk in chunks]
         return torch.cat(features) if features else torch.empty(0, self._out_features, device=self._device)

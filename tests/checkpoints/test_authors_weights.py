@@ -200,6 +200,5 @@ def test_lites_weights_are_downloaded_from_their_own_repository(name, side, cach
     assert model.image_size == side
     assert record.settings.items() <= model.config.items()
     assert same_weights(model, SimpleCNAPS.from_published_state_dict(weights, image_size=side))
-    (folder,) = (file for file in cache.iterdir() if file.suffix != ".lock")
     content = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     assert record.size == content

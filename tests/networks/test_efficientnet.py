@@ -38,7 +38,7 @@ def test_the_checkpoint_adapts_the_network_of_the_package(model):
     assert model.config["adaptation"] == "film"
     assert len(model.feature_extractor.film_positions) == 18
     network = model.feature_extractor.network
-    stored = [value for value in lite0_weights().values()]
+    stored = list(lite0_weights().values())
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(network.state_dict().values(), stored, strict=False))
     assert torch.equal(network.conv_stem.weight, stored[0])
 
