@@ -11,6 +11,7 @@ import torch
 from fewshot_mahalanobis import available_checkpoints, load_checkpoint
 from fewshot_mahalanobis.data.sources import load_source
 from fewshot_mahalanobis.demo import compare, digits, run_demo
+from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
 
 DATA = Path(os.environ.get("FEWSHOT_MAHALANOBIS_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -42,7 +43,7 @@ def test_its_record_and_model_card_tell_what_it_is():
 
 def test_on_the_demos_digits_an_unseen_domain_adapted_beats_raw_pixels_beats_unadapted(model):
     images, targets = digits()
-    adapted, plain, raw_pixels = compare(model, images, targets, tasks=40, dtype=torch.bfloat16).values()
+    adapted, plain, raw_pixels = compare(model, images, targets, tasks=40, dtype=choose_dtype("auto", model)).values()
     assert adapted.mean > raw_pixels.mean > plain.mean
 
 
@@ -65,7 +66,7 @@ def test_the_demo_reports_and_draws(tmp_path):
 def test_readme_accuracies_hold_on_fresh_episodes(model, name):
     """Few other episodes than the table's; the mean must lie within their joint interval of its figure."""
     source = load_source(f"{DATA}/{name}")
-    accuracies = evaluate_source(model, source, queries=5, episodes=40, seed=1234, dtype=torch.bfloat16)[
+    accuracies = evaluate_source(model, source, queries=5, episodes=40, seed=1234, dtype=choose_dtype("auto", model))[
         Variant(True, "mahalanobis")
     ]
     mean, half_width = available_checkpoints()["default"].accuracies[f"{source.name}, 5-way 5-shot"]
