@@ -14,7 +14,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from fewshot_mahalanobis.calibration import calibrate
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import MahalanobisHead
+from fewshot_mahalanobis.gaussians.uncertain_means import choose_means_settings
+from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
 from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject
 
 
@@ -30,6 +31,9 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
     beta : float or "auto", default=1.0
         Weight of the identity in Q_k, > 0, in squared feature units: it should be of the order of a feature's
         variance. "auto" chooses it when fitted, by leaving out one training example at a time.
+    head : {"mahalanobis", "auto"}, default="mahalanobis"
+        The paper's head, or :class:`~fewshot_mahalanobis.heads.AutoHead`, which chooses all of its settings on the
+        training examples and does not use ``beta``, ``task_covariance`` and ``scale``.
     task_covariance : bool, default=True
         False leaves the covariance of all classes together out: Q_k = Sigma_k + beta I.
     scale : float, default=1.0
@@ -75,6 +79,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         self,
         beta: float | str = 1.0,
         *,
+        head: str = "mahalanobis",
         task_covariance: bool = True,
         scale: float = 1.0,
         temperature: float | str = 1.0,
@@ -82,6 +87,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         false_rejection_rate: float = 0.05,
     ) -> None:
         self.beta = beta
+        self.head = head
         self.task_covariance = task_covariance
         self.scale = scale
         self.temperature = temperature
@@ -160,10 +166,17 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         fresh.classes_, indices, fresh.class_counts_ = np.unique(labels, return_inverse=True, return_counts=True)
         fresh._output_labels = output_labels(fresh.classes_, self.unknown_label)
         support, targets = torch.from_numpy(fresh._features), torch.tensor(indices, dtype=torch.int64)
-        covariance = RegularizedCovariance(self.beta, self.task_covariance).with_chosen_settings(support, targets)
-        fresh._head = MahalanobisHead(covariance, self.scale)
-        fresh._gaussians = fresh._head.fit(support, targets)
-        fresh.means_, fresh.beta_ = fresh._gaussians.means.numpy(), fresh._gaussians.beta
+        if self.head == AutoHead.name:
+            fresh._head = AutoHead(choose_means_settings(support, targets))
+            fresh._state = fresh._head.fit(support, targets)
+            gaussians = fresh._state.gaussians
+        elif self.head == MahalanobisHead.name:
+            covariance = RegularizedCovariance(self.beta, self.task_covariance)
+            fresh._head = MahalanobisHead(covariance.with_chosen_settings(support, targets), self.scale)
+            fresh._state = gaussians = fresh._head.fit(support, targets)
+        else:
+            raise ValueError(f'head must be "mahalanobis" or "auto", got {self.head!r}')
+        fresh.means_, fresh.beta_ = gaussians.means.numpy(), gaussians.beta
         fresh.temperature_, fresh.threshold_ = calibrate(
             fresh._head,
             support,
@@ -178,7 +191,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
     def _logits(self, X: ArrayLike) -> torch.Tensor:
         check_is_fitted(self)
         queries = validate_data(self, X, dtype=np.float64, reset=False)
-        return self._head.logits(self._gaussians, torch.tensor(queries))
+        return self._head.logits(self._state, torch.tensor(queries))
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """Logits -s (x - mu_k)^T Q_k^-1 (x - mu_k), shape (n, k); of two classes, second minus first, shape (n,)."""

@@ -16,6 +16,7 @@ from sklearn.neighbors import NearestCentroid
 from sklearn.utils.estimator_checks import check_estimator
 
 from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier
+from fewshot_mahalanobis.heads import AutoHead
 from tests import reference
 
 
@@ -155,3 +156,16 @@ def test_it_survives_pickling(digits: tuple[NDArray[np.float64], NDArray[np.int6
     classifier = MahalanobisClassifier().fit(X, y)
     restored = pickle.loads(pickle.dumps(classifier))
     assert np.array_equal(restored.decision_function(X), classifier.decision_function(X))
+
+
+def test_the_auto_head_chooses_once_for_the_fit_and_for_the_examples_left_out() -> None:
+    X, y = load_iris(return_X_y=True)
+    classifier = MahalanobisClassifier(head="auto", temperature="auto", unknown_label=-1).fit(X[::3], y[::3])
+    expected = AutoHead()(torch.from_numpy(X[::3]), torch.from_numpy(y[::3]), torch.from_numpy(X)).numpy()
+    np.testing.assert_allclose(classifier.decision_function(X), expected, rtol=1e-9)
+    assert classifier.beta_ == AutoHead().fit(torch.from_numpy(X[::3]), torch.from_numpy(y[::3])).settings.beta
+    predicted = classifier.predict(X)
+    assert (predicted == -1).mean() < 0.15  # a twentieth is promised of queries unseen
+    assert (predicted == y)[predicted != -1].mean() > 0.9
+    with pytest.raises(ValueError, match='head must be "mahalanobis" or "auto"'):
+        MahalanobisClassifier(head="euclidean").fit(X, y)
