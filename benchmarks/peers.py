@@ -19,6 +19,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
+from benchmarks.feature_peers import feature_tables
 from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_images, image_sets
 from benchmarks.timing import Times, show, take_turns
@@ -67,7 +68,7 @@ def run(record: Record) -> list[Table]:
         of_shots = {name: of[shots] for name, of in accuracies.items() if shots in of}
         if of_shots:
             tables.append(_by_set(of_shots, names, shots))
-    return tables
+    return tables + feature_tables(record)
 
 
 def _by_set(accuracies: dict[str, dict[str, list[float]]], names: list[str], shots: str) -> Table:
