@@ -55,9 +55,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         optionally "@revision"), or the module itself, of which a copy is used. :meth:`SimpleCNAPS.from_backbone` makes
         one of any other network.
     head : str or nn.Module, default="mahalanobis"
-        How queries are classified on the adapted features: "mahalanobis", "euclidean", "manhattan", "cosine",
-        "dot_product", or "linear" (the learned classifier of CNAPS, for checkpoints trained with it); the checkpoint's
-        own head, with its settings, if that has this name. Or a head object.
+        How queries are classified on the adapted features. "auto" is :class:`~fewshot_mahalanobis.heads.AutoHead`,
+        Gaussians whose settings are chosen on the support set; "mahalanobis" is the paper's head. Also "euclidean",
+        "manhattan", "cosine", "dot_product", or "linear" (the learned classifier of CNAPS, for checkpoints trained
+        with it); the checkpoint's own head, with its settings, if that has this name. Or a head object.
     adapt : bool, default=True
         False leaves the network as pretrained ("No Adaptation").
     device : str or torch.device, default="auto"
@@ -253,20 +254,12 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     # ---------------------------------------------------------------- queries
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Labels of query images.
+        """Labels (m,) of query images, of the type given to ``fit``.
 
-        Images are decoded, classified and dropped batch by batch, so any number of paths fits in memory. Every query is
-        classified on its own, whatever else is in ``X``.
-
-        Parameters
-        ----------
-        X : collection of m images
-
-        Returns
-        -------
-        ndarray of shape (m,)
-            Of the type given to ``fit``; ``unknown_label``, if there is one, for images whose :meth:`outlier_score` is
-            above ``threshold_``. ValueError if an image cannot be used, with its name; NotFittedError before ``fit``.
+        An image whose :meth:`outlier_score` is above ``threshold_`` gets ``unknown_label``, if there is one. Images are
+        decoded, classified and dropped batch by batch, so any number of paths fits in memory. Every query is classified
+        on its own, whatever else is in ``X``. ValueError if an image cannot be used, with its name; NotFittedError
+        before ``fit``.
         """
         chosen = [predict_or_reject(logits, self.threshold_) for logits in self._logits(X, "predict")]
         return self._output_labels[np.concatenate(chosen)]
