@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from fewshot_mahalanobis import available_checkpoints, load_checkpoint
 from fewshot_mahalanobis.data.sources import load_source
