@@ -115,7 +115,8 @@ def test_features_are_those_of_the_module_on_images_normalised_by_hand(name: str
 
 def test_logits_are_the_heads_on_those_features_with_beta_chosen_on_the_support_set(network: nn.Module) -> None:
     classifier = classifier_on(network).fit(pictures(8), LABELS)
-    support, queries = by_hand(network, pictures(8)), by_hand(network, pictures(3, seed=1))
+    # Random networks give nearly equal features: folding's rounding is enough to choose the next beta.
+    support, queries = (torch.from_numpy(classifier.transform(x)) for x in (pictures(8), pictures(3, seed=1)))
     codes = torch.from_numpy(np.unique(LABELS, return_inverse=True)[1])
     beta = choose_settings(CovarianceSettings("auto"), support, codes).ridge
     assert beta != 1.0
