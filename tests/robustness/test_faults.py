@@ -219,7 +219,7 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
             raise CheckpointError(f"{folder} is not whole")
         return (folder / "model.safetensors").read_bytes()
 
-    converter = SimpleNamespace(from_published_state_dict=lambda state_dict: state_dict["weights"])
+    converter = SimpleNamespace(from_published_state_dict=lambda state_dict, image_size: state_dict["weights"])
     monkeypatch.setattr(loading_module, "SimpleCNAPS", converter)
     monkeypatch.setattr(authors_weights, "save_checkpoint", save)
     monkeypatch.setattr(authors_weights, "read_checkpoint", read)
