@@ -36,6 +36,7 @@ from fewshot_mahalanobis.checkpoints import loading as loading_module
 from fewshot_mahalanobis.checkpoints.authors_weights import CACHE_VARIABLE
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
+from fewshot_mahalanobis.networks import adapted_task
 from tests.checkpoints.checkpoint_server import Server, git_blob_id, send
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 
@@ -412,9 +413,12 @@ def test_a_spawned_worker_answers_alike_from_a_pickle_and_from_a_joblib_file(tmp
 # ----------------------------------------------------------------------------------------------- memory
 
 
-def test_a_cpu_has_at_most_32_images_in_the_network_whatever_the_batch_size() -> None:
+def test_a_cpu_has_a_bounded_number_of_pixels_in_the_network_whatever_the_batch_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for batch_size, parts in ((64, [32, 18]), (20, [20, 20, 10])):
         classifier = tiny_classifier(batch_size=batch_size)
+        monkeypatch.setattr(adapted_task, "MAX_CPU_PIXELS", 32 * classifier.model_.image_size**2)
         network = classifier.task_._extractor
         network.batches.clear()
         features = classifier.transform(pictures(50, 2))
