@@ -87,7 +87,7 @@ def _predictions(x: Tensor, y: Tensor, queries: Tensor, shots: int) -> Iterator[
     for name, head in ((PAPER, MahalanobisHead()), (AUTO, AutoHead()), (MEANS, EuclideanHead())):
         yield name, head(x, y, queries).argmax(dim=1).numpy()
     plain = LogisticRegression(max_iter=1000)
-    search = GridSearchCV(plain, {"C": [0.01, 0.1, 1.0, 10.0]}, cv=StratifiedKFold(min(shots, 3)))
+    search = GridSearchCV(plain, {"C": [0.01, 0.1, 1.0, 10.0]}, cv=StratifiedKFold(3 if shots > 2 else 2))
     peers = {LOGISTIC: plain, LOGISTIC_CV: search if shots > 1 else plain}
     if shots > 1:
         peers[LDA] = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
