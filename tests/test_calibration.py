@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import MahalanobisClassifier
-from fewshot_mahalanobis.gaussians.choose import BETA_GRID, choose_settings
+from fewshot_mahalanobis.gaussians.choose import BETA_GRID, PRIOR_SHOTS_GRID, SHARED_CHOICES, choose_settings
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.heads import MahalanobisHead
@@ -61,14 +63,16 @@ def test_logits_that_say_nothing_leave_the_temperature_at_one() -> None:
     assert fit_temperature(torch.zeros(6, 3), torch.tensor([0, 0, 1, 1, 2, 2])) == 1.0
 
 
-def improbabilities(features: torch.Tensor, labels: torch.Tensor) -> list[float]:
+def improbabilities(
+    features: torch.Tensor, labels: torch.Tensor, shared: str = "task", prior_shots: float = 1.0
+) -> list[float]:
     """What ``choose_settings`` minimises, for each candidate: n refits, a fine grid of temperatures, and the prior."""
     n, k = len(labels), int(labels.max()) + 1
     variance = float(features.var(dim=0).mean())
     targets = torch.full((n, k), 1 / (n + k), dtype=torch.float64).scatter(1, labels[:, None], (n + 1) / (n + k))
     found = []
     for factor in BETA_GRID:
-        head = MahalanobisHead(RegularizedCovariance(factor * variance))
+        head = MahalanobisHead(RegularizedCovariance(factor * variance, shared=shared, prior_shots=prior_shots))
         rest = ~torch.eye(n, dtype=torch.bool)
         logits = torch.cat([head(features[r], labels[r], features[~r]) for r in rest])
         temperatures = float(logits.std(dim=1).mean()) * torch.logspace(-3, 3, 600, dtype=torch.float64)
@@ -84,6 +88,26 @@ def test_beta_is_what_left_out_examples_and_the_prior_make_most_probable(seed: i
     variance = float(features.var(dim=0).mean())
     expected = BETA_GRID[int(np.argmin(improbabilities(features, labels)))] * variance
     assert choose_beta(features, labels) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", [5, 8])
+def test_shared_covariance_and_prior_shots_are_chosen_with_beta(seed: int) -> None:
+    features, labels, _ = make_task(seed, [4, 3, 5], 12, dtype=torch.float64)
+    candidates = [
+        (loss, factor, shared, prior_shots)
+        for shared, prior_shots in product(SHARED_CHOICES, PRIOR_SHOTS_GRID)
+        for loss, factor in zip(improbabilities(features, labels, shared, prior_shots), BETA_GRID)
+    ]
+    _, factor, shared, prior_shots = min(candidates)
+    chosen = choose_settings(CovarianceSettings("auto", shared="auto", prior_shots="auto"), features, labels)
+    assert (chosen.shared, chosen.prior_shots) == (shared, prior_shots)
+    assert chosen.ridge == pytest.approx(factor * float(features.var(dim=0).mean()))
+
+
+def test_without_two_examples_of_a_class_the_settings_are_the_papers() -> None:
+    features, labels, _ = make_task(3, [1, 1, 1], 6, dtype=torch.float64)
+    chosen = choose_settings(CovarianceSettings(0.3, shared="auto", prior_shots="auto"), features, labels)
+    assert chosen == CovarianceSettings(0.3)
 
 
 def test_many_examples_outvote_the_prior() -> None:
