@@ -3,7 +3,7 @@
 Every support image is left out in turn and compared with the others, exactly (``Head.leave_one_out_logits``). The
 network stays adapted to all of them. Suspect images are
 
-- **wrong labels**: another class is at least twice as probable as their own;
+- **wrong labels**: another class is at least four times as probable as their own;
 - **near-duplicates**: two images whose features are much closer than those of nearest neighbours usually are;
 - **outliers**: unlike the other images of their class, by the cosine of their features with the mean of the others.
 
@@ -26,7 +26,7 @@ from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.temperature import fit_temperature
 
 #: A label is suspect if another class is this many times as probable.
-MIN_ODDS = 2.0
+MIN_ODDS = 4.0
 #: Near-duplicates are closer than this share of the median distance to the second nearest neighbour.
 DUPLICATE_SHARE = 0.33
 #: The cosine distance of an outlier lies this many robust standard deviations above the median, in logarithms.

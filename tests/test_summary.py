@@ -66,7 +66,7 @@ def test_a_wrong_label_is_found_with_the_right_one(tiny_task: AdaptedTask) -> No
     (suspect,) = [found for found in summary.suspects if found.kind == "wrong label"]
     assert (suspect.index, suspect.label, suspect.predicted) == (3, "owl", "cat")
     assert suspect.odds is not None
-    assert suspect.odds >= 2
+    assert suspect.odds >= 4
     assert summary.confusions == [Confusion("owl", "cat", 1)]
     assert "Possible wrong labels:\n  image 3 (owl): cat is " in str(summary)
     assert [found.kind for found in summary.suspects if found.index == 3] == ["wrong label"]  # once, not an outlier too
