@@ -22,7 +22,6 @@ from tqdm.auto import tqdm
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.evaluation.tables import markdown_table
-from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.summary import Suspect, summarise
@@ -100,7 +99,7 @@ def measure(
 
 def adapted(model: SimpleCNAPS, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> AdaptedTask:
     batch = to_network_range(torch.from_numpy(images).permute(0, 3, 1, 2))
-    return model.adapt(batch, torch.from_numpy(labels), head=AutoHead(), dtype=torch.bfloat16)
+    return model.adapt(batch, torch.from_numpy(labels), dtype=torch.bfloat16)
 
 
 def suspects(task: AdaptedTask, kind: str) -> list[Suspect]:

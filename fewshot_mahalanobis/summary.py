@@ -25,7 +25,8 @@ from fewshot_mahalanobis.heads import CosineHead
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.temperature import fit_temperature
 
-#: A label is suspect if another class is this many times as probable.
+#: A label is suspect if another class is this many times as probable. On validation classes 4 gives half the
+#: false suspicions of 2 (2.4 against 4.3 of 50 images, `head="auto"`) and finds as many wrong labels (86 and 87 %).
 MIN_ODDS = 4.0
 #: Near-duplicates are closer than this share of the median distance to the second nearest neighbour.
 DUPLICATE_SHARE = 0.33
