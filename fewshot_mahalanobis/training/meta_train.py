@@ -124,7 +124,8 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
         raise ValueError("a model without adaptation has nothing to meta-train")
     if recipe.init is not None:
         before = load_checkpoint(recipe.init)
-        if {**before.config, "scale": model.config["scale"]} != model.config:  # s is not a weight
+        not_weights = {name: model.config[name] for name in ("head", "scale", "beta", "image_size")}
+        if {**before.config, **not_weights} != model.config:
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
         model.load_state_dict(before.state_dict())
     if by_name:
