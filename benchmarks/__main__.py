@@ -18,6 +18,7 @@ from fewshot_mahalanobis.evaluation.tables import markdown_table
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 NAMES = (
+    "startup",
     "task",
     "head",
     "streaming",

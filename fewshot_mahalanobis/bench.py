@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
-from sklearn.datasets import load_sample_images
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
+from fewshot_mahalanobis.example import photographs
 from fewshot_mahalanobis.images import read_or_reason, to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.review import most_useful
@@ -27,14 +26,6 @@ UNKNOWN = "unknown"
 _FALSE_REJECTION_RATE = 0.05
 #: Support images that are shown beside an answer, nearest first.
 _NEIGHBOURS = 6
-#: The example: pieces of scikit-learn's two photographs, (photograph, left, top) of squares of this side, in pixels.
-_SIDE = 110
-_EXAMPLE = {
-    "pagoda": [(0, 105, 40), (0, 200, 60), (0, 95, 140), (0, 215, 150), (0, 150, 215)],
-    "trees": [(0, 380, 310), (0, 450, 290), (0, 0, 310), (0, 535, 190), (0, 530, 310)],
-    "flower": [(1, 175, 110), (1, 255, 95), (1, 325, 130), (1, 190, 215), (1, 300, 235)],
-}
-_EXAMPLE_QUERIES = [(0, 150, 130), (0, 70, 317), (1, 245, 240), (0, 420, 30)]
 
 
 class Neighbour(NamedTuple):
@@ -146,16 +137,11 @@ class Bench:
         return [(index, self.images[index], self.names[index]) for index in order]
 
     def add_example(self) -> None:
-        """Add three classes, pieces of two photographs that scikit-learn ships, and ask about four more pieces."""
-        photographs = [Image.fromarray(photograph) for photograph in load_sample_images().images]
-
-        def piece(photograph: int, left: int, top: int) -> NDArray[np.uint8]:
-            cut = photographs[photograph].crop((left, top, left + _SIDE, top + _SIDE))
-            return to_square_array(cut, self.image_size)
-
-        self.queries += [piece(*place) for place in _EXAMPLE_QUERIES]
-        pieces = [(name, piece(*place)) for name, places in _EXAMPLE.items() for place in places]
-        self._become(self.images + [p for _, p in pieces], self.names + [name for name, _ in pieces])
+        """Add three classes, pieces of two photographs, and ask about seven more pieces."""
+        example = photographs()
+        self.queries += [to_square_array(picture, self.image_size) for picture in [*example.queries, example.sky]]
+        support = [to_square_array(picture, self.image_size) for picture in example.support]
+        self._become(self.images + support, self.names + example.labels)
 
     def _checked_name(self, name: str) -> str:
         name = name.strip()

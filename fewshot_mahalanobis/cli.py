@@ -64,12 +64,12 @@ def main(
 @app.command()
 def demo(
     picture: Annotated[Path, typer.Option("--picture", "-o", help="PNG to write.")] = Path("fewshot_demo.png"),
-    tasks: Annotated[int, typer.Option(min=2, help="Random tasks to average over.")] = 40,
+    tasks: Annotated[int, typer.Option(min=2, help="Random tasks of digits to average over.")] = 10,
     checkpoint: Checkpoint = "default",
 ) -> None:
-    """Classify real handwritten digits from five examples each, and compare with plain baselines.
+    """Classify photographs and handwritten digits from five examples each, and compare with plain baselines.
 
-    Example: fewshot-mahalanobis demo -o digits.png
+    Example: fewshot-mahalanobis demo -o demo.png
     """
     from fewshot_mahalanobis.demo import run_demo
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -44,16 +45,24 @@ def number_of(count: int, noun: str) -> str:
 
 
 class clear_errors:
-    """Turn errors about the user's input into one line on standard error and exit status 1."""
+    """One line on standard error for a warning, and for an error about the user's input, with exit status 1."""
 
     def __enter__(self) -> None:
-        return None
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        warnings.showwarning = _show_warning
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._warnings.__exit__(None, None, None)
         if isinstance(error, (ValueError, OSError, ImportError)):
             _list_problems(getattr(error, "problems", {}))
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Without the place in the code, which tells a user of the command nothing."""
+    typer.echo(f"note: {message}", err=True)
 
 
 def report_skipped(problems: Mapping[Path, str], total: int) -> None:

@@ -73,7 +73,7 @@ def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
             image: Image.Image = heif.to_pillow()
             return image
         if name is None:
-            raise UnidentifiedImageError("not an image file that Pillow knows") from error
+            raise UnidentifiedImageError("not an image file of a known format") from error
         raise UnidentifiedImageError(f"{name} images need a decoder: {REMEDIES[name]}") from error
 
 

@@ -17,7 +17,7 @@ def read_labels(file: Path) -> tuple[list[Path], list[str]]:
     """Paths and labels of a CSV file with columns "path" and "label", which are separated by comma, semicolon or tab.
 
     Relative paths are relative to the folder of the CSV file. FileNotFoundError if there is none; ValueError if it is
-    no such table, or a row lacks its path or label.
+    no such table, a row lacks its path or label, or none of the files exists.
     """
     try:
         text = file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark
@@ -35,6 +35,11 @@ def read_labels(file: Path) -> tuple[list[Path], list[str]]:
         labels.append(row["label"])
     if not paths:
         raise ValueError(f"{file} lists no image")
+    if not any(path.exists() for path in paths):
+        raise ValueError(
+            f"none of the {len(paths)} files that {file} lists is there; the first would be {paths[0]}. "
+            "Relative paths start at the folder of the table: put it back where it was, or write full paths"
+        )
     return paths, labels
 
 

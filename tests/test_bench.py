@@ -218,8 +218,8 @@ def test_a_label_that_cannot_be_learned_changes_nothing(files: dict[str, list[st
     assert len(bench.queries) == len(bench.answers) == 2
 
 
-def test_the_example_has_three_classes_and_asks_about_four_pictures() -> None:
+def test_the_example_has_three_classes_and_asks_about_seven_pictures() -> None:
     bench = Bench(tiny_model(), device="cpu")
     bench.add_example()
     assert bench.counts() == {"flower": 5, "pagoda": 5, "trees": 5}
-    assert len(bench.answers) == 4
+    assert len(bench.answers) == 7

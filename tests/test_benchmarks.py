@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import plain, scaling, timing
+from benchmarks import plain, scaling, startup, timing
 from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_features
 from fewshot_mahalanobis import MahalanobisHead, SimpleCNAPS
@@ -94,3 +94,11 @@ def test_a_quick_run_prints_a_table_and_leaves_the_page_alone(capsys: pytest.Cap
     assert "5-way 5-shot, 75 queries" in output
     assert "ratio" in output
     assert command.PAGE.read_text() == before
+
+
+def test_the_time_to_start_is_split_by_package() -> None:
+    seconds = startup.imports(("-c", "import fewshot_mahalanobis, json.decoder"))
+    assert {"fewshot_mahalanobis", "json"} <= set(seconds)
+    assert "torch" not in seconds
+    assert 0 < sum(seconds.values()) < 60
+    assert 0 < startup.processor_seconds(("-c", "pass")) < 60
