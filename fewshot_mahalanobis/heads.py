@@ -38,6 +38,7 @@ from fewshot_mahalanobis.gaussians.uncertain_means import (
     choose_means_settings,
     leave_one_out_means_logits,
     relative_distance,
+    to_power,
 )
 
 State = TypeVar("State")
@@ -166,7 +167,8 @@ class AutoHead(Head[UncertainMeans]):
 
     The covariance is the one pooled within classes, regularised by beta I; class means have a prior, so that a class of
     few examples is neither put back nor preferred: see :mod:`fewshot_mahalanobis.gaussians.uncertain_means`. Beta and
-    the scale of the logits maximise the leave-one-out likelihood. Choosing is not differentiated through.
+    the scale of the logits maximise the leave-one-out likelihood, and so does the choice between features that are
+    never negative and their square roots. Choosing is not differentiated through.
 
     Parameters
     ----------
@@ -455,14 +457,14 @@ class _ExportedUncertainMeans(nn.Module):
     def __init__(self, state: UncertainMeans) -> None:
         super().__init__()
         self.distances = _ExportedMahalanobis(state.gaussians, -1.0)
-        self.scale, self.freedom = state.settings.scale, state.settings.freedom
+        self.scale, self.freedom, self.power = state.settings.scale, state.settings.freedom, state.settings.power
         self.register_buffer("shrink", state.shrink.float())
         self.register_buffer("ratio", state.ratio.float())
         self.register_buffer("to_centre", state.to_centre.float())
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.shrink, self.ratio, self.to_centre
-        return -self.scale * relative_distance(self.distances(x), *parts, self.freedom)
+        return -self.scale * relative_distance(self.distances(to_power(x, self.power)), *parts, self.freedom)
 
 
 class _ExportedPrototypes(nn.Module):

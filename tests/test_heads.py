@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings, choose_means_settings
-from fewshot_mahalanobis.heads import HEADS, AutoHead, Head, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
 from tests import reference
 from tests.drawn_tasks import make_task
 
@@ -166,8 +167,13 @@ def test_left_out_logits_are_those_of_the_head_fitted_to_the_others(
 # ---------------------------------------------------------------- auto
 
 
+ROOTS = replace(FIXED, power=0.5)
+
+
 def naive_auto(features: Tensor, labels: Tensor, queries: Tensor, settings: MeansSettings) -> Tensor:
     """The posterior of every class mean and the predictive Gaussian of every class, one at a time."""
+    if settings.power == 0.5:
+        features, queries = features.sign() * features.abs().sqrt(), queries.sign() * queries.abs().sqrt()
     members = [features[labels == label] for label in range(int(labels.max()) + 1)]
     means = torch.stack([m.mean(dim=0) for m in members])
     centre, pooled = means.mean(dim=0), reference.pooled_covariance(features, labels)
@@ -193,17 +199,18 @@ SHOTS = [
 ]
 
 
+@pytest.mark.parametrize("settings", [FIXED, ROOTS], ids=["features", "roots"])
 @pytest.mark.parametrize(("shots", "d"), SHOTS)
-def test_auto_logits_are_those_of_the_predictive_gaussians(shots: list[int], d: int) -> None:
+def test_auto_logits_are_those_of_the_predictive_gaussians(shots: list[int], d: int, settings: MeansSettings) -> None:
     features, labels, queries = make_task(1, shots, d, dtype=torch.float64)
-    got = AutoHead(FIXED)(features, labels, queries)
-    torch.testing.assert_close(got, naive_auto(features, labels, queries, FIXED), rtol=1e-9, atol=1e-9)
+    got = AutoHead(settings)(features, labels, queries)
+    torch.testing.assert_close(got, naive_auto(features, labels, queries, settings), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("shots", "d"), SHOTS)
 def test_auto_leaves_out_exactly(shots: list[int], d: int) -> None:
     features, labels, _ = make_task(1, shots, d, dtype=torch.float64)
-    for settings in (FIXED, choose_means_settings(features, labels)):
+    for settings in (FIXED, ROOTS, choose_means_settings(features, labels)):
         head = AutoHead(settings)
         naive = Head.leave_one_out_logits(head, features, labels)
         torch.testing.assert_close(head.leave_one_out_logits(features, labels), naive, rtol=1e-8, atol=1e-8)
@@ -212,12 +219,43 @@ def test_auto_leaves_out_exactly(shots: list[int], d: int) -> None:
 @pytest.mark.parametrize(("shots", "d"), [*SHOTS, ([1, 1, 1], 4)])
 def test_auto_exports_what_it_computes(shots: list[int], d: int) -> None:
     features, labels, queries = make_task(1, shots, d)
-    head = AutoHead()
-    state = head.fit(features, labels)
-    expected = head.logits(state, queries)
-    torch.testing.assert_close(
-        head.export(state)(queries), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
-    )
+    for head in (AutoHead(), AutoHead(ROOTS)):
+        state = head.fit(features, labels)
+        expected = head.logits(state, queries)
+        torch.testing.assert_close(
+            head.export(state)(queries), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+        )
+
+
+def test_auto_takes_square_roots_where_left_out_examples_are_more_probable_so() -> None:
+    """Squares of Gaussian features are best told apart by their roots; no root is taken of what may be negative."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(4).repeat_interleave(10)
+    centres = 2 + 0.5 * torch.randn(4, 30, generator=generator)
+    support = (centres[labels] + torch.randn(40, 30, generator=generator)) ** 2
+    assert choose_means_settings(support, labels).power == 0.5
+    assert choose_means_settings(support**0.5, labels).power == 1.0
+    assert choose_means_settings(support - 1.0, labels).power == 1.0
+    state = AutoHead().fit(support, labels)
+    torch.testing.assert_close(state.means, EuclideanHead().fit(support, labels))
+
+
+def test_auto_of_roots_has_gradients_also_at_zero() -> None:
+    features, labels, queries = make_task(1, [1, 3], 4, queries=3, dtype=torch.float64)
+    inputs = features.requires_grad_(), queries.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, q: AutoHead(ROOTS)(x, labels, q), inputs)
+    zeros = torch.relu(features.detach()).requires_grad_()
+    AutoHead(ROOTS)(zeros, labels, zeros).square().sum().backward()
+    assert zeros.grad is not None
+    assert zeros.grad.isfinite().all()
+
+
+def test_a_setting_of_auto_out_of_its_range_is_named() -> None:
+    for name, value in (("beta", 0.0), ("spread", -1.0), ("scale", math.inf), ("freedom", -0.1), ("power", 1.5)):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            replace(FIXED, **{name: value})
+    with pytest.raises(ValueError, match='shared must be "within" or "task"'):
+        replace(FIXED, shared="all")
 
 
 def test_auto_does_not_depend_on_the_scale_of_features() -> None:

@@ -15,6 +15,11 @@ r_k = 1 + 1 / (n_k + 1 / b). Its logit is, up to a scale,
 where t takes the place of the number of dimensions d in the Gaussian's log-determinant: P has support in few of them,
 and a query's squared distance to its own mean is t on average, not d. For equal shots r_k is a constant.
 
+Features that are never negative, as after a ReLU, are skewed: many small entries and a few large ones. Their square
+roots are nearer to a Gaussian (Goswami et al., "FeCAM: Exploiting the Heterogeneity of Class Distributions in
+Exemplar-Free Continual Learning", NeurIPS 2023, take powers for this), and x stands for them where the leave-one-out
+likelihood is higher so.
+
 This is probabilistic linear discriminant analysis (Ioffe, "Probabilistic Linear Discriminant Analysis", ECCV 2006) with
 the covariance between classes proportional to the one within. t and b are moments of leave-one-out distances; beta and
 the scale maximise the leave-one-out likelihood.
@@ -29,7 +34,7 @@ import torch
 from torch import Tensor
 
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
-from fewshot_mahalanobis.gaussians.inputs import check_support, result_dtype, working_dtype
+from fewshot_mahalanobis.gaussians.inputs import check_support, class_means, result_dtype, working_dtype
 from fewshot_mahalanobis.gaussians.low_rank import deviations
 from fewshot_mahalanobis.temperature import temperature_fit
 
@@ -63,6 +68,8 @@ class MeansSettings:
         Factor > 0 of the logits.
     shared : {"within", "task"}
         S. Pooled within classes, or where every class has one example, of all support features.
+    power : float
+        In (0, 1]: the model is one of sign(x) |x|^power of each feature x; 1 leaves features as they are.
     """
 
     beta: float
@@ -70,6 +77,7 @@ class MeansSettings:
     freedom: float
     scale: float
     shared: str
+    power: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("beta", "spread", "scale"):
@@ -79,6 +87,8 @@ class MeansSettings:
             raise ValueError(f"freedom must be 0 or more and finite, got {self.freedom!r}")
         if self.shared not in ("within", "task"):
             raise ValueError(f'shared must be "within" or "task", got {self.shared!r}')
+        if not 0 < self.power <= 1:
+            raise ValueError(f"power must be above 0 and at most 1, got {self.power!r}")
 
     @property
     def covariance(self) -> RegularizedCovariance:
@@ -92,8 +102,10 @@ class UncertainMeans:
     Attributes
     ----------
     gaussians : ClassGaussians
-        N(m_k, P).
+        N(m_k, P), of features to the settings' power.
     settings : MeansSettings
+    means : Tensor of shape (k, d)
+        Class means of the features as they are.
     shrink, ratio : Tensor of shape (k,)
         s_k and r_k.
     to_centre : Tensor of shape (k,)
@@ -102,7 +114,9 @@ class UncertainMeans:
 
     def __init__(self, features: Tensor, labels: Tensor, settings: MeansSettings) -> None:
         self.settings = settings
-        self.gaussians: ClassGaussians = settings.covariance(features.to(working_dtype(features)), labels)
+        x = to_power(features.to(working_dtype(features)), settings.power)
+        self.gaussians: ClassGaussians = settings.covariance(x, labels)
+        self.means = self.gaussians.means if settings.power == 1.0 else class_means(features, labels)
         self.dtype = result_dtype(features)
         self.to_centre = self.gaussians.squared_distance(self.gaussians.means.mean(dim=0, keepdim=True))[0]  # (k,)
         counts = self.gaussians.counts.to(self.to_centre.dtype)
@@ -111,9 +125,17 @@ class UncertainMeans:
 
     def logits(self, queries: Tensor) -> Tensor:
         """Logits (m, k) of queries (m, d)."""
-        to_means = self.gaussians.squared_distance(queries.to(working_dtype(queries)))
+        to_means = self.gaussians.squared_distance(to_power(queries.to(working_dtype(queries)), self.settings.power))
         relative = relative_distance(to_means, self.shrink, self.ratio, self.to_centre, self.settings.freedom)
         return (-self.settings.scale * relative).to(torch.promote_types(result_dtype(queries), self.dtype))
+
+
+def to_power(x: Tensor, power: float) -> Tensor:
+    """sign(x) |x|^power of each entry. Its gradient at zero, infinite for a power below 1, is taken as zero."""
+    if power == 1.0:
+        return x
+    nonzero = torch.where(x == 0, 1.0, x)
+    return torch.where(x == 0, 0.0, nonzero.sign() * nonzero.abs().pow(power))
 
 
 def relative_distance(to_means: Tensor, shrink: Tensor, ratio: Tensor, to_centre: Tensor, freedom: float) -> Tensor:
@@ -143,7 +165,8 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
     log10(beta / v), v the mean variance of a feature, has a normal prior; on a coarse grid of it the leave-one-out
     likelihood is exact, and beta is the mean of log beta under the posterior. t is the mean squared distance of a
     left-out example to the mean of its class, less what that mean's own noise adds; b is what is left of the mean
-    squared distance of class means to c when their noise is taken away. If every class has one example nothing can be
+    squared distance of class means to c when their noise is taken away. Where no feature is negative all this is done
+    for their square roots too, and the more likely of the two is chosen. If every class has one example nothing can be
     left out: S is the task covariance, and all else the prior's.
 
     Parameters
@@ -163,9 +186,17 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
     unit = variance or 1.0
     if variance == 0.0 or int(counts.max()) == 1:
         return MeansSettings(unit * 10**_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, 0.0, _ONE_SHOT_SCALE, "task")
-    within = MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within")
     if len(counts) == 1:
-        return within
+        return MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within")
+    powers = (1.0, 0.5) if bool((x >= 0).all()) else (1.0,)
+    return min((_chosen_for(power, x, labels, counts) for power in powers), key=lambda fitted: fitted[1])[0]
+
+
+def _chosen_for(power: float, x: Tensor, labels: Tensor, counts: Tensor) -> tuple[MeansSettings, float]:
+    """Settings of the model of features to a power, and their leave-one-out loss per example."""
+    x = to_power(x, power)
+    unit = float(x.var(dim=0).mean())
+    within = MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
     left_out = LeftOut(x, labels, counts)
     order = labels.argsort(stable=True)
     order = order[counts[labels[order]] > 1]
@@ -176,7 +207,7 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
     exponents = torch.tensor(_GRID, dtype=torch.float64)
     posterior = torch.softmax(-losses - ((exponents - _CENTRE) / _SPREAD).square() / 2, dim=0)
     beta = unit * 10 ** float(posterior @ exponents)
-    return _fitted(left_out, replace(within, beta=beta), labels, rows)[0]
+    return _fitted(left_out, replace(within, beta=beta), labels, rows)
 
 
 def _fitted(left_out: LeftOut, settings: MeansSettings, labels: Tensor, rows: Tensor) -> tuple[MeansSettings, float]:
@@ -304,7 +335,7 @@ def leave_one_out_means_logits(settings: MeansSettings, features: Tensor, labels
     Minus infinity where a class has no other example. ``settings.shared`` must be "within".
     """
     counts = check_support(features, labels)
-    x = features.detach().to(working_dtype(features))
+    x = to_power(features.detach().to(working_dtype(features)), settings.power)
     at_beta = LeftOut(x, labels, counts).at(settings.beta)
     found = x.new_empty(len(x), len(counts))
     alone = counts[labels] == 1
