@@ -1,8 +1,8 @@
-"""How well ``summary`` finds support images that are wrong: docs/guide.md.
+"""How well ``summary`` finds support images that are wrong: docs/results.md.
 
     python -m benchmarks.suspects DATA_DIR
 
-Support sets of 5 classes (3 for DTD) and 10 images each, with the default checkpoint and head. Of each, four versions:
+Support sets of 5 classes (3 for DTD) and 10 images each, under the default head. Of each, four versions:
 as it is; with the label of every tenth image changed; with JPEG copies of three images added; with two images of
 other sets in it. Wrong labels are counted among as many suspects as labels were changed.
 """
@@ -21,7 +21,9 @@ from tqdm.auto import tqdm
 
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
+from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.evaluation.tables import markdown_table
+from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.summary import Suspect, summarise
@@ -46,9 +48,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--tasks", type=int, default=24)
+    parser.add_argument("--checkpoint", default="default")
     arguments = parser.parse_args()
-    model = load_checkpoint("default")
-    sources = {name.partition(".")[0]: load_source(f"{arguments.data / name}", lazy=True) for name in SETS}
+    model = load_checkpoint(arguments.checkpoint)
+    sources = {
+        name.partition(".")[0]: load_source(f"{arguments.data / name}", size=model.image_size, lazy=True)
+        for name in SETS
+    }
     rows = []
     for name, source in sources.items():
         others = [other for other in sources.values() if other is not source]
@@ -99,7 +105,7 @@ def measure(
 
 def adapted(model: SimpleCNAPS, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> AdaptedTask:
     batch = to_network_range(torch.from_numpy(images).permute(0, 3, 1, 2))
-    return model.adapt(batch, torch.from_numpy(labels), dtype=torch.bfloat16)
+    return model.adapt(batch, torch.from_numpy(labels), head=AutoHead(), dtype=choose_dtype("auto", model))
 
 
 def suspects(task: AdaptedTask, kind: str) -> list[Suspect]:

@@ -215,7 +215,7 @@ def test_the_example_is_taught_and_asked_by_one_button(served: tuple[str, list[A
         page.goto(served[0])
         expect(page.locator("#state")).to_contain_text("No class yet")
         page.locator("#example").click()
-        expect(page.locator("#answers strong")).to_have_count(4)
+        expect(page.locator("#answers strong")).to_have_count(7)
         keep(page, "app-example", full_page=True)
         page.set_viewport_size(NARROW)
         page.wait_for_function("window.innerWidth < 400")
