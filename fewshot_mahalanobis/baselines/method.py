@@ -39,8 +39,8 @@ class Method(Head[Fitted[State]]):
     trains_network : bool
         Whether meta-training changes the network's weights too. A method that neither has weights of its own nor
         changes the network's has nothing to train.
-    adaptation : {"none", "film"}
-        "film": the network is conditioned on the task by FiLM, as that of Simple CNAPS.
+    adaptation : {"none", "film", "gradients"}
+        How the network adapts to a task: not at all, by FiLM as that of Simple CNAPS, or by gradient steps.
     """
 
     needs_training: ClassVar[bool] = False

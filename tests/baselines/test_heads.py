@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.baselines import METHODS
+from fewshot_mahalanobis.baselines import METHODS, tpn
 from tests.drawn_tasks import make_task
 
-UNTRAINED = [name for name, method in METHODS.items() if not method.needs_training]
+UNTRAINED = {name for name, method in METHODS.items() if not method.needs_training}
 
 
 @pytest.fixture
@@ -22,16 +22,16 @@ def task() -> tuple[Tensor, Tensor, Tensor]:
     return make_task(0, [1, 5, 2, 3], 16, queries=6)
 
 
-def make(name: str, **settings: Any) -> Any:
+def make(name: str, in_features: int | None = 16) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return METHODS[name](**settings)
+        return METHODS[name](in_features)
 
 
-@pytest.mark.parametrize("name", UNTRAINED)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_method_has_the_interface_and_the_checks_of_a_head(name: str, task: tuple[Tensor, Tensor, Tensor]) -> None:
     features, labels, queries = task
-    method = make(name)
+    method = make(name, None if name in UNTRAINED else 16)
     logits = method(features, labels, queries)
     assert logits.shape == (6, 4)
     torch.testing.assert_close(method.logits(method.fit(features, labels), queries), logits)
@@ -80,3 +80,109 @@ def test_finetune_takes_the_steps_of_adam(task: tuple[Tensor, Tensor, Tensor]) -
         parameters -= 0.01 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
     expected = queries @ parameters[:, :16].T + parameters[:, 16]
     torch.testing.assert_close(make("finetune")(features, labels, queries), expected)
+
+
+def test_tpn_spreads_labels_to_a_fixed_point(task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    method = make("tpn")
+    method.neighbours = 3
+    points = torch.cat([features, queries]).double()
+    n = len(points)
+    squared = [[float((a - b).square().sum()) for b in points] for a in points]
+    nearest = sum(min(row[j] for j in range(n) if j != i) for i, row in enumerate(squared)) / n
+    weights = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        others = sorted((j for j in range(n) if j != i), key=lambda j: squared[i][j])
+        for j in others[:3]:
+            weights[i, j] = weights[j, i] = math.exp(-squared[i][j] / (2 * tpn.LENGTH_SCALE**2 * nearest))
+    spread = weights / weights.sum(1).outer(weights.sum(1)).sqrt()
+    start = torch.cat([F.one_hot(labels), torch.zeros(len(queries), 4)]).double()
+    found = start.clone()
+    for _ in range(5000):
+        found = 0.99 * spread @ found + start
+    torch.testing.assert_close(method(*task).exp().double(), found[len(labels) :], rtol=1e-3, atol=1e-6)
+
+
+def test_gaussian_protonet_weighs_images_and_directions(task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    method = make("gaussian_protonet").requires_grad_(False)
+    sureness = [1 + torch.log1p(torch.exp(method.raw.weight @ x + method.raw.bias)) for x in features]
+    for query, row in zip(queries, method(*task), strict=True):
+        for k, logit in enumerate(row.tolist()):
+            mine = [i for i, label in enumerate(labels.tolist()) if label == k]
+            total = sum(sureness[i] for i in mine)
+            centre = sum(sureness[i] * features[i] for i in mine) / total
+            assert logit == pytest.approx(-float((total * (query - centre) ** 2).sum()), rel=1e-4)
+
+
+def test_relationnet_scores_the_pair_of_class_and_query(task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    method = make("relationnet")
+    scores = method(*task)
+    for i, query in enumerate(queries):
+        for k in range(4):
+            pair = torch.cat([features[labels == k].mean(dim=0), query])
+            torch.testing.assert_close(scores[i, k], method.relation(pair)[0])
+    right, scores = [3, 0, 1, 1, 2, 0], scores.detach()
+    error = sum((float(scores[i, k]) - (k == right[i])) ** 2 for i in range(6) for k in range(4)) / 24
+    assert method.loss(scores, torch.tensor(right)).item() == pytest.approx(error)
+
+
+def test_tadam_scales_the_logits_of_protonet(task: tuple[Tensor, Tensor, Tensor]) -> None:
+    method = make("tadam")
+    torch.testing.assert_close(method(*task), make("protonet")(*task))
+    method.log_alpha.data.fill_(math.log(3))
+    torch.testing.assert_close(method(*task), 3 * make("protonet")(*task))
+
+
+def test_protomaml_begins_as_protonet(task: tuple[Tensor, Tensor, Tensor]) -> None:
+    method, expected = make("protomaml"), make("protonet")(*task)
+    method.steps = 0
+    logits = method(*task)
+    torch.testing.assert_close(logits - logits[:, :1], expected - expected[:, :1], rtol=1e-4, atol=1e-3)
+
+
+def test_maml_takes_gradient_steps_on_the_last_layer(task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    weight, bias = torch.zeros(4, 16), torch.zeros(4)
+    for _ in range(15):
+        error = ((features @ weight.T + bias).softmax(1) - F.one_hot(labels, 4)) / len(labels)
+        weight, bias = weight - 0.0992 * error.T @ features, bias - 0.0992 * error.sum(0)
+    torch.testing.assert_close(make("maml")(*task), queries @ weight.T + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_leo_moves_codes_and_then_weights(task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    method = make("leo")
+    unit = F.normalize(features, dim=1)
+    encoded = [method.encoder(x) for x in unit]
+    relations = [sum(method.relation(torch.cat([a, b])) for b in encoded) / len(encoded) for a in encoded]
+    codes = torch.stack(
+        [torch.stack([r for r, y in zip(relations, labels, strict=True) if y == k]).mean(0) for k in range(4)]
+    )
+    with torch.no_grad():
+        weight = codes @ method.decoder.weight.T
+        for step in range(10):
+            error = ((unit @ weight.T).softmax(1) - F.one_hot(labels, 4)) / len(labels)
+            if step < 5:
+                codes = codes - method.code_rate * (error.T @ unit @ method.decoder.weight)
+                weight = codes @ method.decoder.weight.T
+            else:
+                weight = weight - method.weight_rate * (error.T @ unit)
+        torch.testing.assert_close(method(*task), F.normalize(queries, dim=1) @ weight.T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if method.needs_training or method.trains_network]
+)
+def test_every_weight_gets_a_gradient(name: str, task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    features.requires_grad_()
+    method = make(name)
+    method.loss(method(features, labels, queries), torch.tensor([3, 0, 1, 1, 2, 0])).backward()
+    for weight in method.parameters():
+        assert weight.grad is not None
+        assert weight.grad.isfinite().all()
+    if name != "maml":  # first order, from zero: nothing is known of how features moved the layer
+        assert features.grad is not None
+        assert features.grad.abs().max() > 0
