@@ -1,11 +1,11 @@
-"""How well pictures of another kind are told from known classes: docs/unknown_classes.md.
+"""How well foreign pictures are told from known classes, near and far: docs/unknown_classes.md.
 
     python -m benchmarks.far_classes DATA_DIR --features features
 
-As benchmarks/unknown_classes.py, with queries from the other sets too (far) beside those of other classes of the same
-set (near). Compared are scores in adapted features, in features of the network without FiLM (frozen), and sums of them.
-In a sum each score is divided by its standard deviation over left-out support images, after subtracting their mean.
-"Or" rejects what either score rejects.
+The support set has five classes of five images. Queries are of these classes (known), of other classes of the same set
+(near) and of the other sets (far). Compared are the scores of the checkpoint's own head and of the default head alone,
+and the ``outlier_score`` of a classifier with ``unknown_label``; thresholds promise a false rejection rate of 5 %.
+Features are kept, so that a run that was cut off goes on. What the score is made of was chosen on validation classes.
 """
 
 from __future__ import annotations
@@ -21,85 +21,95 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 from tqdm.auto import tqdm
 
-from benchmarks.unknown_classes import SHOT, TEST, VALIDATION, WAY, split_of
-from fewshot_mahalanobis import CosineHead, SimpleCNAPS, load_checkpoint
+from benchmarks.unknown_classes import SHOT, TEST, VALIDATION, WAY, expected_calibration_error, split_of
+from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
+from fewshot_mahalanobis.calibration import calibrate
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
+from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.evaluation.result import Accuracy
 from fewshot_mahalanobis.evaluation.tables import markdown_table
-from fewshot_mahalanobis.heads import Head
-from fewshot_mahalanobis.rejection import outlier_score, rejection_threshold
+from fewshot_mahalanobis.heads import AutoHead, Head
+from fewshot_mahalanobis.looks import looks_of
+from fewshot_mahalanobis.rejection import outlier_score
 
 QUERIES = 3
 #: Far queries from each other set, and the rate of false rejections.
 FAR, RATE = 4, 0.05
-#: Scores that are added up.
-SUMS = (("head", "cosine"), ("head", "frozen cosine"), ("head", "cosine", "frozen cosine"))
+#: Sets whose pictures are far and none of whose classes is used.
+ONLY_FAR = "dtd10.zip:test"
+PHOTOGRAPHS = ("mini_imagenet_test.zip", "cifar10.zip:test")
+DRAWINGS = ("omniglot.zip:test", "quickdraw345.zip:test", "mnist.zip:test")
+OURS = "outlier_score"
+COLUMNS = ("AUROC near", "AUROC far", "known rejected", "near rejected", "far rejected")
 
-Scores = tuple[NDArray[np.float64], NDArray[np.float64]]  # of queries, and of left-out support images
+Array = NDArray[np.float64]
 
 
 def features(
-    model: SimpleCNAPS, source: ImageSource, others: Sequence[ImageSource], n: int
+    model: SimpleCNAPS, source: ImageSource, others: Sequence[ImageSource], n: int, first: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Labels and features of ``n`` episodes: support, then known, near and far queries."""
-    episodes, rng = FixedEpisodes(source, 2 * WAY, SHOT, QUERIES, seed=0), np.random.default_rng(1)
-    for index in tqdm(range(n), desc=source.name):
+    """Labels and features of episodes ``first`` to ``n``: support, then known, near and far queries."""
+    dtype = choose_dtype("auto", model)
+    episodes = FixedEpisodes(source, 2 * WAY, SHOT, QUERIES, seed=0)
+    for index in tqdm(range(first, n), desc=source.name):
+        rng = np.random.default_rng((1, index))
         (support, known, near), labels, known_labels = split_of(episodes.draw(index))
         far = [other.network_input(np.sort(rng.choice(len(other.labels), FAR, replace=False))) for other in others]
         queries = torch.cat([source.network_input(known), source.network_input(near), *far])
         found: dict[str, Any] = {"y": labels, "ky": known_labels, "n_near": len(near)}
         for name, adapt in (("adapted", True), ("frozen", False)):
             images, targets = source.network_input(support), torch.from_numpy(labels)
-            task = model.adapt(images, targets, adapt=adapt, dtype=torch.bfloat16)
+            task = model.adapt(images, targets, adapt=adapt, dtype=dtype)
             found[name] = task.support_features.float().numpy(), task.features(queries).float().numpy()
         yield found
 
 
-def scores(head: Head, support: NDArray[np.float32], labels: NDArray[np.int64], queries: NDArray[np.float32]) -> Scores:
-    x, y = torch.from_numpy(support), torch.from_numpy(labels)
-    left_out = head.leave_one_out_logits(x, y).double()
-    if head.is_squared_distance:  # as in calibration.py
-        shrink = (1 - 1 / y.bincount()[y].double().square())[:, None]
-        left_out = left_out.scatter(1, y[:, None], shrink * left_out.gather(1, y[:, None]))
-    return outlier_score(head(x, y, torch.from_numpy(queries))).numpy(), outlier_score(left_out).numpy()
+def collect(
+    file: Path, model: SimpleCNAPS, data: Path, path: str, paths: Sequence[str], n: int
+) -> list[dict[str, Any]]:
+    """Features of ``n`` episodes of a set. Those in ``file`` are not computed again; it grows by five at a time."""
+    found = torch.load(file, weights_only=False) if file.exists() else []
+    if len(found) < n:
+        opened = {p: load_source(data / p, size=model.image_size, lazy=True) for p in paths}
+        others = [opened[p] for p in paths if p != path]
+        for episode in features(model, opened[path], others, n, len(found)):
+            found.append(episode)
+            if len(found) % 5 == 0 or len(found) == n:
+                torch.save(found, file.with_suffix(".part"))
+                file.with_suffix(".part").replace(file)
+    return found[:n]
 
 
-def compared(model: SimpleCNAPS, episode: dict[str, Any]) -> dict[str, Scores]:
-    """Every score of one episode."""
-    labels = episode["y"]
-    found = {
-        "head": scores(model.head, episode["adapted"][0], labels, episode["adapted"][1]),
-        "cosine": scores(CosineHead(), episode["adapted"][0], labels, episode["adapted"][1]),
-        "frozen head": scores(model.head, episode["frozen"][0], labels, episode["frozen"][1]),
-        "frozen cosine": scores(CosineHead(), episode["frozen"][0], labels, episode["frozen"][1]),
-    }
-    for names in SUMS:
-        units = [(found[name][1].mean(), found[name][1].std()) for name in names]
-        of_both = [
-            sum((found[name][which] - mean) / std for name, (mean, std) in zip(names, units, strict=True))
-            for which in (0, 1)
-        ]
-        found[" + ".join(names)] = of_both[0], of_both[1]
-    # Two classifiers, each with its own threshold: above 0 if either rejects.
-    over = [
-        found[name][0] - rejection_threshold(torch.from_numpy(found[name][1]), RATE)
-        for name in ("head", "frozen cosine")
-    ]
-    found["head or frozen cosine"] = np.maximum(*over), np.zeros(len(labels))
-    return found
+def excess(head: Head, episode: dict[str, Any], alone: bool) -> Array:
+    """Outlier scores of an episode's queries, by the head alone or all looks, less the threshold."""
+    labels = torch.from_numpy(episode["y"])
+    support, queries = ([torch.from_numpy(episode[name][part]) for name in ("adapted", "frozen")] for part in (0, 1))
+    looks = looks_of(head, support[0], support)[: 1 if alone else None]
+    found = calibrate(looks, labels, temperature=1.0, false_rejection_rate=RATE, reject=True)
+    at_queries = looks_of(head, queries[0], queries)
+    logits = [look(x, labels, q) for (look, x), (_, q) in zip(looks, at_queries, strict=False)]
+    assert found.threshold is not None
+    return outlier_score(logits, found.units).numpy() - found.threshold
 
 
-def measure(episode: dict[str, Any], of: Scores) -> list[float]:
+def probabilities(episode: dict[str, Any]) -> tuple[Array, NDArray[np.bool_]]:
+    """Largest probability of each known query by the default head, and whether the query's class has it."""
+    support, queries = (torch.from_numpy(x) for x in episode["adapted"])
+    known = queries[: len(episode["ky"])]
+    p = AutoHead()(support, torch.from_numpy(episode["y"]), known).double().softmax(dim=1).numpy()
+    return p.max(axis=1), p.argmax(axis=1) == episode["ky"]
+
+
+def measure(episode: dict[str, Any], scores: Array) -> list[float]:
     """AUROC near and far, and the shares of known, near and far queries that are rejected."""
     known, near = len(episode["ky"]), len(episode["ky"]) + episode["n_near"]
-    groups = of[0][:known], of[0][known:near], of[0][near:]
-    threshold = rejection_threshold(torch.from_numpy(of[1]), RATE)
+    groups = scores[:known], scores[known:near], scores[near:]
     aurocs = [
         float(roc_auc_score(np.repeat([0, 1], [len(groups[0]), len(other)]), np.concatenate([groups[0], other])))
         for other in groups[1:]
     ]
-    return [*aurocs, *(float((group > threshold).mean()) for group in groups)]
+    return [*aurocs, *(float((group > 0).mean()) for group in groups)]
 
 
 def main() -> None:
@@ -107,42 +117,51 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder of the image sets")
     parser.add_argument("--checkpoint", default="default", help="name, folder or Hub repository")
     parser.add_argument("--episodes", type=int, default=60, help="episodes a set")
-    parser.add_argument("--features", type=Path, required=True, help="folder that keeps features")
+    parser.add_argument("--features", type=Path, required=True, help="folder that keeps features of this checkpoint")
     arguments = parser.parse_args()
     model = load_checkpoint(arguments.checkpoint)
+    scores = {"checkpoint's head": (model.head, True), "default head": (AutoHead(), True), OURS: (AutoHead(), False)}
     arguments.features.mkdir(parents=True, exist_ok=True)
-    for split, paths in (("val", (*VALIDATION, "dtd10.zip:test")), ("test", TEST)):
-        measured: list[dict[str, NDArray[np.float64]]] = []
+    for split, paths in (("val", (*VALIDATION, ONLY_FAR)), ("test", TEST)):
+        measured: dict[str, dict[str, Array]] = {}
+        drawings: dict[str, Array] = {}
+        calibration: list[float] = []
         for path in paths:
-            file = arguments.features / f"{split}-{path.replace(':', '-')}.pt"
-            if path == "dtd10.zip:test":  # too few classes for episodes: far queries alone
+            if path == ONLY_FAR:
                 continue
-            if not file.exists():
-                opened = {p: load_source(arguments.data / p, size=model.image_size, lazy=True) for p in paths}
-                others = [opened[p] for p in paths if p != path]
-                torch.save(list(features(model, opened[path], others, arguments.episodes)), file)
-            rows: dict[str, list[list[float]]] = {}
-            for episode in torch.load(file, weights_only=False):
-                for name, of in compared(model, episode).items():
-                    rows.setdefault(name, []).append(measure(episode, of))
-            measured.append({name: 100 * np.array(values) for name, values in rows.items()})
-        print(f"\n**{split}: averages over {len(measured)} sets, %**\n")
+            file = arguments.features / f"{split}-{path.replace(':', '-')}.pt"
+            episodes = collect(file, model, arguments.data, path, paths, arguments.episodes)
+            of = {name: [excess(head, e, alone) for e in episodes] for name, (head, alone) in scores.items()}
+            measured[path] = {
+                name: 100 * np.array([measure(e, s) for e, s in zip(episodes, found, strict=True)])
+                for name, found in of.items()
+            }
+            said = [np.concatenate(found) for found in zip(*map(probabilities, episodes), strict=True)]
+            calibration.append(100 * expected_calibration_error(said[0], said[1].astype(bool)))
+            if path in PHOTOGRAPHS:
+                drawn = np.isin([p for p in paths if p != path], DRAWINGS).repeat(FAR)
+                drawings[path] = np.array([100 * (s[-len(drawn) :][drawn] > 0).mean() for s in of[OURS]])
+        print(f"\n**{split}: % with 95 % intervals, {arguments.episodes} episodes a set**\n")
         print(table(measured))
+        print(f"\nCalibration error of the default head at temperature 1, %: {np.mean(calibration):.1f}")
+        for path, shares in drawings.items():
+            share = Accuracy.of(shares)
+            print(f"\nDrawings called unknown, classes of {path}: {share.mean:.1f} ± {share.half_width:.1f} %")
 
 
-def table(measured: Sequence[dict[str, NDArray[np.float64]]]) -> str:
-    """Markdown: a row a score, averages over sets with 95 % intervals, and the range of false rejections over sets."""
-    rows = []
-    for name in measured[0]:
-        cells = []
-        for column in range(5):
-            of_sets = [Accuracy.of(found[name][:, column]) for found in measured]
-            half_width = np.sqrt(sum(a.half_width**2 for a in of_sets)) / len(of_sets)
-            cells.append(f"{np.mean([a.mean for a in of_sets]):.1f} ± {half_width:.1f}")
-        known = [found[name][:, 2].mean() for found in measured]
-        rows.append([name, *cells, f"{min(known):.1f} to {max(known):.1f}"])
+def table(measured: dict[str, dict[str, Array]]) -> str:
+    """Markdown: of each set and on average a row for each score."""
+    rows, averages = [], []
+    for name in next(iter(measured.values())):
+        of_sets = [[Accuracy.of(column) for column in of[name].T] for of in measured.values()]
+        for path, found in zip(measured, of_sets, strict=True):
+            rows.append([path, name, *(f"{a.mean:.1f} ± {a.half_width:.1f}" for a in found)])
+        averages.append(["average", name])
+        for column in zip(*of_sets, strict=True):
+            half_width = np.sqrt(sum(a.half_width**2 for a in column)) / len(column)
+            averages[-1].append(f"{np.mean([a.mean for a in column]):.1f} ± {half_width:.1f}")
     return markdown_table(
-        rows, ["score", "AUROC near", "AUROC far", "known rejected", "near rejected", "far rejected", "known, by set"]
+        [*sorted(rows, key=lambda row: list(measured).index(row[0])), *averages], ["set", "by", *COLUMNS]
     )
 
 

@@ -148,7 +148,8 @@ def measure(episode: Features, settings: Mapping[str, Any]) -> Measured:
     support, known, unknown = (x.astype(np.float64) for x in (episode.support, episode.known, episode.unknown))
     fitted = []
     for rate in RATES:
-        model = MahalanobisClassifier(**settings, temperature="auto", unknown_label=-1, false_rejection_rate=rate)
+        calibrated: dict[str, Any] = {"temperature": "auto", "unknown_label": -1, "false_rejection_rate": rate}
+        model = MahalanobisClassifier(head="mahalanobis", **settings, **calibrated)
         fitted.append(model.fit(support, labels))
         settings = {**settings, "beta": model.beta_}  # chosen once
     model = fitted[0]

@@ -41,7 +41,7 @@ cross_val_score(SimpleCNAPSClassifier(), X, y, cv=2)
 
 # %%
 
-search = GridSearchCV(SimpleCNAPSClassifier(), {"head": ["mahalanobis", "euclidean"]}, cv=2).fit(X, y)
+search = GridSearchCV(SimpleCNAPSClassifier(), {"head": ["auto", "euclidean"]}, cv=2).fit(X, y)
 search.cv_results_["mean_test_score"]
 
 # %%
@@ -122,7 +122,7 @@ def flat(images):
 stack = StackingClassifier(
     [
         ("network", SimpleCNAPSClassifier()),
-        ("pixels", make_pipeline(FunctionTransformer(flat), MahalanobisClassifier(beta=1000.0))),
+        ("pixels", make_pipeline(FunctionTransformer(flat), MahalanobisClassifier())),
     ],
     LogisticRegression(),
     cv=2,

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.example import photographs
 from fewshot_mahalanobis.images import read_or_reason, to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.predictions import predict_all
 from fewshot_mahalanobis.review import most_useful
 
 __all__ = ["UNKNOWN", "Answer", "Bench", "Neighbour"]

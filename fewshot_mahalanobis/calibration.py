@@ -9,26 +9,27 @@ probabilities (``temperature.py``), and for how far from all classes a query may
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fewshot_mahalanobis.heads import Head
-from fewshot_mahalanobis.rejection import outlier_score, rejection_threshold
+from fewshot_mahalanobis.rejection import Units, outlier_score, rejection_threshold, score_units
 from fewshot_mahalanobis.temperature import fit_temperature
 
 
 class Calibration(NamedTuple):
-    """Temperature of the probabilities and threshold of rejection."""
+    """Temperature of the probabilities, threshold of rejection and units of its score."""
 
     temperature: float  # predict_proba is softmax(logits / temperature)
-    threshold: float | None  # outlier scores above it are of no class; None where no query is refused
+    threshold: float | None = None  # outlier scores above it are of no class; None where no query is refused
+    units: Units | None = None  # of the looks that the outlier score adds up; None where it is the head's alone
 
 
 def calibrate(
-    head: Head[Any],
-    features: Tensor,
+    looks: Sequence[tuple[Head[Any], Tensor]],
     labels: Tensor,
     *,
     temperature: float | str,
@@ -39,8 +40,8 @@ def calibrate(
 
     Parameters
     ----------
-    head : Head
-    features : Tensor of shape (n, d)
+    looks : (Head, Tensor of shape (n, d)) for each
+        The head with the features that it classifies, then what else the outlier score looks at.
     labels : int64 Tensor of shape (n,)
         0..k-1, every class with at least one example.
     temperature : float or "auto"
@@ -69,18 +70,28 @@ def calibrate(
             "add examples, or set a threshold of your own on outlier_score instead"
         )
     if not paired.any() or not (reject or temperature == "auto"):
-        return Calibration(1.0 if isinstance(temperature, str) else float(temperature), None)
+        return Calibration(1.0 if isinstance(temperature, str) else float(temperature))
+    left_out = [_left_out(head, features, labels)[paired] for head, features in (looks if reject else looks[:1])]
+    if isinstance(temperature, str):
+        temperature = fit_temperature(left_out[0], on_cpu[paired])
+    if not reject:
+        return Calibration(float(temperature))
+    units = score_units(left_out) if len(left_out) > 1 else None
+    threshold = rejection_threshold(outlier_score(left_out, units), false_rejection_rate)
+    return Calibration(float(temperature), threshold, units)
+
+
+def _left_out(head: Head[Any], features: Tensor, labels: Tensor) -> Tensor:
+    """Logits (n, k) of left-out examples, float64, as far from their own class as queries are."""
     with torch.no_grad():
         logits = head.leave_one_out_logits(features, labels).cpu().double()
     if head.is_squared_distance:
         # Of n_k examples with covariance S, one lies tr(Q^-1 S) (1 + 1 / (n_k - 1)) from the mean of the others on
         # average, but a query tr(Q^-1 S) (1 + 1 / n_k) from the mean of all. The ratio is 1 - 1 / n_k^2.
-        own = on_cpu[:, None]
-        logits = logits.scatter(1, own, (1 - 1 / counts.double().square())[:, None] * logits.gather(1, own))
-    return Calibration(
-        fit_temperature(logits[paired], on_cpu[paired]) if isinstance(temperature, str) else float(temperature),
-        rejection_threshold(outlier_score(logits[paired]), false_rejection_rate) if reject else None,
-    )
+        own = labels.cpu()[:, None]
+        shrink = 1 - 1 / own.flatten().bincount()[own].double().square()
+        logits = logits.scatter(1, own, shrink * logits.gather(1, own))
+    return logits
 
 
 def check_settings(temperature: float | str, false_rejection_rate: float) -> None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,11 @@ from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import AutoHead, Head, LinearHead, make_head
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.labels import checked_labels, label_kind
+from fewshot_mahalanobis.looks import looks_at_queries, looks_at_support, restored_networks, with_unadapted
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.onnx_export import write_onnx, write_program
+from fewshot_mahalanobis.refine import check_steps, refined
 from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject
 from fewshot_mahalanobis.saving import FittedState, load_classifier, save_classifier
 from fewshot_mahalanobis.sharing import write_repository
@@ -52,30 +54,32 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     ----------
     checkpoint : str, path or SimpleCNAPS, default="default"
         The pretrained model: a name of :func:`available_checkpoints`, a folder, a Hub repository ("user/repo",
-        optionally "@revision"), or the module itself, of which a copy is used. :meth:`SimpleCNAPS.from_backbone` makes
-        one of any other network.
-    head : str or nn.Module, default="mahalanobis"
+        optionally "@revision"), or the module itself, which is used as it is and never changed.
+        :meth:`SimpleCNAPS.from_backbone` makes one of any other network.
+    head : str or nn.Module, default="auto"
         How queries are classified on the adapted features. "auto" is :class:`~fewshot_mahalanobis.heads.AutoHead`,
         Gaussians whose settings are chosen on the support set; "mahalanobis" is the paper's head. Also "euclidean",
         "manhattan", "cosine", "dot_product", or "linear" (the learned classifier of CNAPS, for checkpoints trained
         with it); the checkpoint's own head, with its settings, if that has this name. Or a head object.
     adapt : bool, default=True
         False leaves the network as pretrained ("No Adaptation").
+    refine : int or "auto", default=0
+        Gradient steps of ``fit`` that refine the FiLM parameters; the one counts at which left-out support images are
+        most probable. "auto" takes up to ten, and none that brings little: :func:`~fewshot_mahalanobis.refine.refined`.
     device : str or torch.device, default="auto"
         Where the network runs; "auto" is CUDA where there is one, else the CPU.
     precision : {"auto", "float32", "bfloat16"}, default="auto"
         Of the network's convolutions; the head always computes in float64. "auto" is bfloat16 for the FiLM ResNet18 on
-        processors (AVX512-BF16, AMX) and CUDA devices that have it natively, else float32. On a CPU bfloat16 is twice
-        as fast; the page "How fast" has its effect on predictions.
+        processors (AVX512-BF16, AMX) and CUDA devices that have it natively, else float32; see the page "How fast".
     batch_size : int, default=64
-        Images in work at a time. It bounds memory; results depend on it only by rounding, in the last digits of the
-        features. A batch that does not fit into CUDA's memory is halved until it does, with a warning.
+        Images in work at a time, to bound memory; results depend on it only by rounding. A batch that does not fit into
+        CUDA's memory is halved until it does, with a warning.
     temperature : float or "auto", default=1.0
         T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits T to support images that are
         left out one at a time; it is 1 if no class has two of them.
     unknown_label : str, int or float, optional
         What ``predict`` gives for an image that is too far from every class. It must be no class, and of the labels'
-        type. Needs a class of two support images.
+        type. Needs a class of two support images. With it images take a second pass, through the unadapted network.
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). The smallest that n
         support images allow is 1 / (n + 1).
@@ -130,8 +134,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         self,
         checkpoint: str | os.PathLike[str] | SimpleCNAPS = "default",
         *,
-        head: str | nn.Module = "mahalanobis",
+        head: str | nn.Module = "auto",
         adapt: bool = True,
+        refine: int | str = 0,
         device: str | torch.device = "auto",
         precision: str = "auto",
         batch_size: int = 64,
@@ -144,6 +149,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         self.checkpoint = checkpoint
         self.head = head
         self.adapt = adapt
+        self.refine = refine
         self.device = device
         self.precision = precision
         self.batch_size = batch_size
@@ -169,19 +175,14 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         ------
         ValueError
             An image or a label cannot be used (the message names it; :class:`~fewshot_mahalanobis.images.ImageError`
-            for images), their numbers differ, there is only one class, or a constructor argument is unknown.
-
-        Warns
-        -----
-        UserWarning
-            ``false_rejection_rate`` is smaller than so few support images allow.
+            for images), their numbers differ, there is only one class, or a constructor argument is unknown. A
+            UserWarning says so if ``false_rejection_rate`` is smaller than so few support images allow.
         """
         device = choose_device(self.device)
         check_precision(self.precision)
-        if isinstance(self.checkpoint, SimpleCNAPS):
-            model = copy.deepcopy(self.checkpoint).eval().to(device)
-        else:
-            model = load_checkpoint(self.checkpoint).to(device)
+        model = self.checkpoint if isinstance(self.checkpoint, SimpleCNAPS) else load_checkpoint(self.checkpoint)
+        if model.training or model.device != device:  # else it is shared: nothing here changes a model
+            model = copy.deepcopy(model).eval().to(device)
         dtype = choose_dtype(self.precision, model)
         head = _head(self.head, model)
         batches = self._batches(X, model.image_size, "fit")
@@ -191,13 +192,16 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             raise ValueError(f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}")
         output_labels(classes, self.unknown_label)  # checked, like the next line, before the network runs
         check_settings(self.temperature, self.false_rejection_rate)
+        check_steps(self.refine)
 
         images, targets = batches.stacked(dtype), torch.from_numpy(codes)
         task, _ = within_memory(
             lambda size: model.adapt(images, targets, head=head, adapt=self.adapt, dtype=dtype, batch_size=size),
             batches.batch_size,
         )
-        self._set_state(task, classes, device_=device, model_=model)
+        task = refined(model, task, images, steps=self.refine, batch_size=batches.batch_size, progress=self.verbose > 0)
+        networks = [task] if self.unknown_label is None else with_unadapted(model, task, images, batches.batch_size)
+        self._set_state(networks, classes, device_=device, model_=model)
         return self
 
     def partial_fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
@@ -221,19 +225,24 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         before = np.searchsorted(classes, self.classes_)[self.task_.support_labels.cpu().numpy()]
         codes = np.concatenate([before, np.searchsorted(classes, labels)])
 
-        features = torch.cat([self.task_.support_features, *self._features(batches)])
-        task = self.task_.refit(features, torch.from_numpy(codes))
-        self._set_state(task, classes)
+        networks = self._networks[: 1 if self.unknown_label is None else None]
+        new = zip(*self._features(batches, networks), strict=True)
+        features = [torch.cat([network.support_features, *found]) for network, found in zip(networks, new, strict=True)]
+        targets = torch.from_numpy(codes)
+        self._set_state([network.refit(x, targets) for network, x in zip(networks, features, strict=True)], classes)
         return self
 
     def _set_state(
-        self, task: AdaptedTask, classes: NDArray[Any], calibration: Calibration | None = None, **others: Any
+        self,
+        networks: list[AdaptedTask],  # the adapted one and, if it looks at images too, the unadapted one
+        classes: NDArray[Any],
+        calibration: Calibration | None = None,
+        **others: Any,
     ) -> None:
-        answers = output_labels(classes, self.unknown_label)
+        answers, task = output_labels(classes, self.unknown_label), networks[0]
         if calibration is None:
             calibration = calibrate(
-                task.head,
-                task.head_features(task.support_features),
+                looks_at_support(networks),
                 task.support_labels,
                 temperature=self.temperature,
                 false_rejection_rate=self.false_rejection_rate,
@@ -246,6 +255,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             "n_features_out_": task.support_features.shape[1],
             "temperature_": calibration.temperature,
             "threshold_": calibration.threshold,
+            "_units": calibration.units,
+            "_networks": networks,
             "_output_labels": answers,
             **others,
         }
@@ -257,19 +268,19 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         """Labels (m,) of query images, of the type given to ``fit``.
 
         An image whose :meth:`outlier_score` is above ``threshold_`` gets ``unknown_label``, if there is one. Images are
-        decoded, classified and dropped batch by batch, so any number of paths fits in memory. Every query is classified
-        on its own, whatever else is in ``X``. ValueError if an image cannot be used, with its name; NotFittedError
-        before ``fit``.
+        decoded, classified and dropped batch by batch, so any number of paths fits in memory. Each is classified on its
+        own. ValueError if an image cannot be used, with its name; NotFittedError before ``fit``.
         """
-        chosen = [predict_or_reject(logits, self.threshold_) for logits in self._logits(X, "predict")]
+        chosen = [predict_or_reject(*seen[1:], self.threshold_) for seen in self._seen(X, "predict")]
         return self._output_labels[np.concatenate(chosen)]
 
     def outlier_score(self, X: Any) -> NDArray[np.float64]:
-        """How far images (m of any kind) are from all classes, (m,): minus the largest logit of each.
+        """How far images (m of any kind) are from all classes, (m,).
 
-        For the Mahalanobis head: s times the squared distance to the nearest class. It needs no ``unknown_label``.
+        With ``unknown_label`` it is a sum, in standard deviations of left-out support images: see the page "Unknown
+        classes". Without it minus the largest logit, for the Mahalanobis head s times the squared distance.
         """
-        return torch.cat([outlier_score(logits).cpu() for logits in self._logits(X, "outlier_score")]).numpy()
+        return torch.cat([scores.cpu() for *_, scores in self._seen(X, "outlier_score")]).numpy()
 
     def decision_function(self, X: Any) -> NDArray[np.float32]:
         """Logits (m, k) of query images; for the Mahalanobis head -s times the squared distance to each class.
@@ -291,19 +302,30 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     def transform(self, X: Any) -> NDArray[np.float32]:
         """Adapted features (m, d) of m images."""
         check_is_fitted(self)
-        features = self._features(self._query_batches(X, "transform"))
-        return torch.cat([batch.cpu() for batch in features]).numpy()
+        features = self._features(self._query_batches(X, "transform"), [self.task_])
+        return torch.cat([batch.cpu() for (batch,) in features]).numpy()
 
     def _logits(self, X: Any, name: str) -> Iterator[Tensor]:
         check_is_fitted(self)
-        for features in self._features(self._query_batches(X, name)):
+        for (features,) in self._features(self._query_batches(X, name), [self.task_]):
             yield self.task_.head_logits(features)
 
-    def _features(self, batches: ImageBatches) -> Iterator[Tensor]:
+    def _seen(self, X: Any, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Adapted features, logits and outlier scores, batch by batch."""
+        check_is_fitted(self)
+        for features in self._features(self._query_batches(X, name), self._networks):
+            alone = self._units is None  # nothing to tell foreign images by but the head
+            looks = [self.task_.head_logits(*features)] if alone else looks_at_queries(self._networks, features)
+            yield features[0], looks[0], outlier_score(looks, self._units)
+
+    def _features(self, batches: ImageBatches, networks: list[AdaptedTask]) -> Iterator[list[Tensor]]:
         size = batches.batch_size
         for images in batches:
-            features, size = within_memory(partial(self.task_.features, images), min(size, len(images)))
-            yield features
+            found = []
+            for network in networks:
+                features, size = within_memory(partial(network.features, images), min(size, len(images)))
+                found.append(features)
+            yield found
 
     def _query_batches(self, X: Any, name: str) -> ImageBatches:
         return self._batches(X, self.model_.image_size, name, ahead=self.device_.type != "cpu")
@@ -361,10 +383,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
 
         Raises
         ------
-        FileNotFoundError
         ValueError
             The file is of another kind, of a newer version or damaged, or ``backbone`` is missing, not needed or
-            another network. ImportError if the network is one of timm, and timm is absent.
+            another network. FileNotFoundError if it is absent; ImportError if timm is, and the network is one of it.
         """
         return load_classifier(cls._restored, path, device, backbone)
 
@@ -461,8 +482,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             self.task_.support_features,
             self.task_.support_labels,
             self.classes_,
-            Calibration(self.temperature_, self.threshold_),
+            Calibration(self.temperature_, self.threshold_, self._units),
             self.task_._state.settings if isinstance(self.task_.head, AutoHead) else None,
+            *(network.support_features for network in self._networks[1:]),
         )
 
     @classmethod
@@ -470,10 +492,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         self, model = cls(**state.parameters), state.model
         head = _head(self.head, model)
         chosen = head if state.means is None else AutoHead(state.means)
-        task = model.with_film(state.film, chosen, choose_dtype(self.precision, model))
-        task = task.refit(state.support_features, state.support_labels)
-        task.head = head  # which chooses anew when examples are added
-        self._set_state(task, state.classes, state.calibration, device_=model.device, model_=model)
+        dtype, features = choose_dtype(self.precision, model), (state.support_features, state.frozen_features)
+        networks = restored_networks(model, state.film, chosen, dtype, features, state.support_labels)
+        networks[0].head = head  # which chooses anew when examples are added
+        self._set_state(networks, state.classes, state.calibration, device_=model.device, model_=model)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -484,7 +506,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             task = self.task_
             film = None if task.film is None else task.film.to(torch.device("cpu"))
             head = None if task.head is self.model_.head else _on_cpu(task.head)
-            state["task_"] = film, head, task.support_features.cpu(), task.support_labels.cpu()
+            features = [network.support_features.cpu() for network in self._networks]
+            state["task_"] = film, head, features, task.support_labels.cpu()
+            del state["_networks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -499,29 +523,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             self.device_, model = device, self.model_.to(device)
             film = None if film is None else film.to(device)
             head = model.head if head is None else head.to(device)
-            self.task_ = model.with_film(film, head, choose_dtype(self.precision, model)).refit(features, labels)
-
-
-class Predictions(NamedTuple):
-    """What a classifier gives for m images."""
-
-    labels: NDArray[Any]  # (m,), as ``predict``
-    probabilities: NDArray[np.float64]  # (m, k), as ``predict_proba``
-    unknown: NDArray[np.bool_]  # (m,), whether the image is of no class
-    features: NDArray[np.float32]  # (m, d), as ``transform``
-
-
-def predict_all(classifier: SimpleCNAPSClassifier, images: Any) -> Predictions:
-    """Labels, probabilities and features of images, in one pass through a fitted classifier's network."""
-    features = np.asarray(classifier.transform(images))
-    logits = classifier.task_.head_logits(torch.from_numpy(features))
-    chosen = predict_or_reject(logits, classifier.threshold_)
-    return Predictions(
-        classifier._output_labels[chosen],
-        torch.softmax(logits.double() / classifier.temperature_, dim=1).cpu().numpy(),
-        chosen == len(classifier.classes_),
-        features,
-    )
+            dtype = choose_dtype(self.precision, model)
+            self._networks = restored_networks(model, film, head, dtype, features, labels)
+            self.task_ = self._networks[0]
 
 
 def _head(head: str | nn.Module, model: SimpleCNAPS) -> Head:

@@ -95,8 +95,9 @@ def fit(
         ),
     ] = None,
     head: Annotated[
-        str, typer.Option(help="How classes are compared: mahalanobis, euclidean, manhattan, cosine or dot_product.")
-    ] = "mahalanobis",
+        str,
+        typer.Option(help="How classes are compared: auto, mahalanobis, euclidean, manhattan, cosine or dot_product."),
+    ] = "auto",
     adapt: Annotated[bool, typer.Option(help="Adapt the network to the support set.")] = True,
     unknown_label: Annotated[
         str | None, typer.Option(help="Label for images unlike every class. Without it they get the nearest class.")

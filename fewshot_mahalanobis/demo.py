@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
@@ -21,6 +21,7 @@ from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.example import photographs
 from fewshot_mahalanobis.images import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.predictions import predict_all
 
 WAY, SHOT, QUERIES = 10, 5, 5
 

@@ -20,20 +20,21 @@ from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_
 
 
 class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
-    """Nearest class mean under regularised, class-specific Mahalanobis distances.
+    """Nearest class mean under regularised Mahalanobis distances.
 
-    The probability of class k is the softmax of -s (x - mu_k)^T Q_k^-1 (x - mu_k), with Q_k = lambda_k Sigma_k +
-    (1 - lambda_k) Sigma + beta I and lambda_k = n_k / (n_k + 1): equations 1-3 of Bateni et al., "Improved Few-Shot
-    Visual Classification", CVPR 2020. It suits few examples in many dimensions; a class of one example will do.
+    It suits few examples in many dimensions; a class of one example will do. By default all settings are chosen on the
+    training examples. ``head="mahalanobis"`` is that of Simple CNAPS: the probability of class k is the softmax of
+    -s (x - mu_k)^T Q_k^-1 (x - mu_k), with Q_k = lambda_k Sigma_k + (1 - lambda_k) Sigma + beta I and
+    lambda_k = n_k / (n_k + 1), equations 1-3 of Bateni et al., "Improved Few-Shot Visual Classification", CVPR 2020.
 
     Parameters
     ----------
     beta : float or "auto", default=1.0
-        Weight of the identity in Q_k, > 0, in squared feature units: it should be of the order of a feature's
-        variance. "auto" chooses it when fitted, by leaving out one training example at a time.
-    head : {"mahalanobis", "auto"}, default="mahalanobis"
-        The paper's head, or :class:`~fewshot_mahalanobis.heads.AutoHead`, which chooses all of its settings on the
-        training examples and does not use ``beta``, ``task_covariance`` and ``scale``.
+        Of ``head="mahalanobis"``, like ``task_covariance`` and ``scale``: weight of the identity in Q_k, > 0, in
+        squared feature units. It should be of the order of a feature's variance. "auto" chooses it when fitted, by
+        leaving out one training example at a time.
+    head : {"auto", "mahalanobis"}, default="auto"
+        :class:`~fewshot_mahalanobis.heads.AutoHead`, or the paper's head.
     task_covariance : bool, default=True
         False leaves the covariance of all classes together out: Q_k = Sigma_k + beta I.
     scale : float, default=1.0
@@ -57,7 +58,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
     means_ : ndarray of shape (k, d)
         Class means.
     beta_ : float
-        ``beta``, or what "auto" chose.
+        ``beta``, or what was chosen.
     temperature_ : float
         ``temperature``, or what "auto" chose.
     threshold_ : float or None
@@ -71,7 +72,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
     --------
     >>> from sklearn.datasets import load_iris
     >>> X, y = load_iris(return_X_y=True)
-    >>> MahalanobisClassifier(beta=0.1).fit(X[::10], y[::10]).predict(X[5:6])
+    >>> MahalanobisClassifier().fit(X[::10], y[::10]).predict(X[5:6])
     array([0])
     """
 
@@ -79,7 +80,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         self,
         beta: float | str = 1.0,
         *,
-        head: str = "mahalanobis",
+        head: str = "auto",
         task_covariance: bool = True,
         scale: float = 1.0,
         temperature: float | str = 1.0,
@@ -167,6 +168,10 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         fresh._output_labels = output_labels(fresh.classes_, self.unknown_label)
         support, targets = torch.from_numpy(fresh._features), torch.tensor(indices, dtype=torch.int64)
         if self.head == AutoHead.name:
+            if (self.beta, self.task_covariance, self.scale) != (1.0, True, 1.0):
+                raise ValueError(
+                    'beta, task_covariance and scale are settings of head="mahalanobis"; head="auto" chooses its own'
+                )
             fresh._head = AutoHead(choose_means_settings(support, targets))
             fresh._state = fresh._head.fit(support, targets)
             gaussians = fresh._state.gaussians
@@ -175,11 +180,10 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
             fresh._head = MahalanobisHead(covariance.with_chosen_settings(support, targets), self.scale)
             fresh._state = gaussians = fresh._head.fit(support, targets)
         else:
-            raise ValueError(f'head must be "mahalanobis" or "auto", got {self.head!r}')
-        fresh.means_, fresh.beta_ = gaussians.means.numpy(), gaussians.beta
-        fresh.temperature_, fresh.threshold_ = calibrate(
-            fresh._head,
-            support,
+            raise ValueError(f'head must be "auto" or "mahalanobis", got {self.head!r}')
+        fresh.means_, fresh.beta_ = fresh._state.means.numpy(), gaussians.beta
+        fresh.temperature_, fresh.threshold_, _ = calibrate(
+            [(fresh._head, support)],
             targets,
             temperature=self.temperature,
             false_rejection_rate=self.false_rejection_rate,
@@ -194,7 +198,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         return self._head.logits(self._state, torch.tensor(queries))
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Logits -s (x - mu_k)^T Q_k^-1 (x - mu_k), shape (n, k); of two classes, second minus first, shape (n,)."""
+        """Logits (n, k), for the paper's head -s (x - mu_k)^T Q_k^-1 (x - mu_k); of two second minus first (n,)."""
         logits = self._logits(X).numpy()
         return logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits
 
@@ -203,12 +207,12 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
 
         Larger is more foreign. Defined without ``unknown_label`` too.
         """
-        return outlier_score(self._logits(X)).numpy()
+        return outlier_score([self._logits(X)]).numpy()
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Label of the nearest class for each row, shape (n,), or ``unknown_label`` where even that is too far."""
         logits = self._logits(X)
-        return self._output_labels[predict_or_reject(logits, self.threshold_)]
+        return self._output_labels[predict_or_reject(logits, outlier_score([logits]), self.threshold_)]
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Probability of each known class (equation 1, at the temperature), shape (n, k), in ``classes_``'s order."""

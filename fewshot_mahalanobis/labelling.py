@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images import read_or_reason
+from fewshot_mahalanobis.predictions import predict_all
 
 #: Images decoded and classified at a time, which bounds memory.
 _CHUNK = 256

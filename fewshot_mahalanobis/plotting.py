@@ -21,12 +21,13 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.evaluation.result import Accuracy, Row
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.influence import support_influence
+from fewshot_mahalanobis.predictions import predict_all
 
 try:
     import matplotlib as mpl

@@ -28,9 +28,10 @@ import torch
 import typer
 from numpy.typing import NDArray
 
-from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier, predict_all
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.folders import find_images, is_image_name
 from fewshot_mahalanobis.images import read_or_reason
+from fewshot_mahalanobis.predictions import predict_all
 
 if TYPE_CHECKING:
     import pyarrow as pa

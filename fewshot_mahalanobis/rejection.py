@@ -1,20 +1,30 @@
 """Rejecting unknown classes: the outlier score of a query, and a conformal threshold.
 
-The score of a query is its distance to the nearest class in the head's own terms: minus its largest logit, for
-Mahalanobis heads s times the smallest squared distance (Lee et al., "A Simple Unified Framework for Detecting
-Out-of-Distribution Samples and Adversarial Attacks", NeurIPS 2018). The threshold comes from the support set: each of
-its examples, left out of the fit, is a query known to belong. It is the order statistic of conformal prediction (Vovk
-et al., "Algorithmic Learning in a Random World", 2005), with leave-one-out in place of a split.
+The score of a query is a sum over looks at it, each standardised,
+
+    a(x) = sum_j (a_j(x) - m_j) / s_j,    a_j(x) = -max_k l_jk(x),
+
+l_jk the similarity of the query to class k as look j has it. The first look is the head's, whose logits are minus
+distances (Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks",
+NeurIPS 2018), the second the cosine of adapted features to the class means. Adapted features tell the classes of a task
+apart, and lose what pictures of another kind look like; the third look is the same cosine in features of the network
+without adaptation, which keep it.
+
+Mean m_j, standard deviation s_j and the threshold come from the support set: each of its examples, left out of the fit,
+is a query known to belong. The threshold is the order statistic of conformal prediction (Vovk et al., "Algorithmic
+Learning in a Random World", 2005), with leave-one-out in place of a split.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,12 +36,34 @@ _WANTED: dict[str, tuple[type, str]] = {
 }
 
 
-def outlier_score(logits: Tensor) -> Tensor:
-    """Outlier score (m,) of each query: minus its largest logit of (m, k), float64.
+#: Mean m_j and standard deviation s_j of each look's score.
+Units = tuple[tuple[float, float], ...]
 
-    Larger is farther from all classes. For a Mahalanobis head: s times the squared distance to the nearest class.
+
+def outlier_score(looks: Sequence[Tensor], units: Units | None = None) -> Tensor:
+    """Outlier score (m,) of each query, float64; larger is farther from all classes.
+
+    Parameters
+    ----------
+    looks : Tensors of shape (m, k)
+        Logits of the queries, the head's first.
+    units : optional
+        By :func:`score_units`. Without them the score is that of the head alone, minus the largest logit: for a
+        Mahalanobis head s times the squared distance to the nearest class.
     """
-    return -logits.double().amax(dim=1)
+    scores = [-logits.double().amax(dim=1) for logits in looks]  # a_j(x)
+    if units is None:
+        return scores[0]
+    return sum(((a - mean) / std for a, (mean, std) in zip(scores, units, strict=True)), torch.zeros_like(scores[0]))
+
+
+def score_units(looks: Sequence[Tensor]) -> Units:
+    """Mean and standard deviation of the scores of left-out examples (n of at least 2), by their logits (n, k).
+
+    Where all scores are equal, as those of copies, the deviation is 1.
+    """
+    scores = [outlier_score([logits]) for logits in looks]
+    return tuple((float(a.mean()), float(a.std()) or 1.0) for a in scores)
 
 
 def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:
@@ -77,14 +109,14 @@ def _level_of_caller() -> int:
     return level
 
 
-def predict_or_reject(logits: Tensor, threshold: float | None) -> NDArray[np.int64]:
-    """Index (m,) of each query's nearest class by logits (m, k); k where its outlier score exceeds the threshold.
+def predict_or_reject(logits: Tensor, scores: Tensor, threshold: float | None) -> NDArray[np.int64]:
+    """Index (m,) of each query's nearest class by logits (m, k); k where its outlier score (m,) is above the threshold.
 
     A threshold of None rejects no query.
     """
     nearest = logits.argmax(dim=1)
     if threshold is not None:
-        nearest = nearest.masked_fill(outlier_score(logits) > threshold, logits.shape[1])
+        nearest = nearest.masked_fill(scores > threshold, logits.shape[1])
     return nearest.cpu().numpy()
 
 

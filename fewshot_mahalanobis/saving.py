@@ -6,6 +6,7 @@ The file has these tensors:
 ``model.<name>``            Weights of the pretrained model, named as in its ``state_dict``
 ``film.<position>.gamma``   FiLM parameters, if the network was adapted; ``beta`` likewise
 ``support_features``        Adapted features of the support images, float32 (n, d)
+``frozen_features``         Features without FiLM, where outlier scores look at them
 ``support_labels``          Their classes, int64 (n,), as indices into the sorted labels
 ==========================  ===========================================================================
 
@@ -52,6 +53,7 @@ from fewshot_mahalanobis.heads import HEADS, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.labels import checked_labels
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.refine import check_steps
 
 Classifier = TypeVar("Classifier")
 
@@ -78,6 +80,8 @@ class FittedState:
     calibration : Calibration
     means : MeansSettings, optional
         What ``AutoHead`` chose.
+    frozen_features : float32 Tensor of shape (n, d), optional
+        Of the support images by the network without FiLM, where the outlier score looks at them.
     """
 
     parameters: dict[str, Any]
@@ -88,6 +92,7 @@ class FittedState:
     classes: NDArray[Any]
     calibration: Calibration
     means: MeansSettings | None = None
+    frozen_features: Tensor | None = None
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,6 +118,7 @@ class Parameters(_Record):
     false_rejection_rate: float
     n_jobs: int | None
     verbose: int
+    refine: int | str = 0
 
 
 class Labels(_Record):
@@ -127,6 +133,7 @@ class FittedCalibration(_Record):
 
     temperature: float
     threshold: float | None
+    units: tuple[tuple[float, float], ...] | None = None
 
 
 class Header(_Record):
@@ -160,6 +167,8 @@ def save_classifier(state: FittedState, path: str | os.PathLike[str]) -> None:
     tensors = {name: _smallest_lossless(tensor.detach().cpu()) for name, tensor in tensors.items()}
     tensors["support_features"] = state.support_features.cpu().contiguous()
     tensors["support_labels"] = state.support_labels.cpu().contiguous()
+    if state.frozen_features is not None:
+        tensors["frozen_features"] = state.frozen_features.cpu().contiguous()
     given = state.parameters
     header = Header(
         version=VERSION,
@@ -176,6 +185,7 @@ def save_classifier(state: FittedState, path: str | os.PathLike[str]) -> None:
             false_rejection_rate=float(given["false_rejection_rate"]),
             n_jobs=None if given["n_jobs"] is None else int(given["n_jobs"]),
             verbose=int(given["verbose"]),
+            refine=given["refine"] if given["refine"] == "auto" else int(given["refine"]),
         ),
         labels=Labels(state.classes.dtype.str, state.classes.tolist()),
         calibration=FittedCalibration(*state.calibration),
@@ -275,6 +285,8 @@ def load_classifier(
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
             expected["support_features"] = torch.empty(*shots[:1], model.feature_extractor.out_features)
             expected["support_labels"] = torch.empty(*shots[:1], dtype=torch.int64)
+            if "frozen_features" in names:
+                expected["frozen_features"] = expected["support_features"]
         stored = {_name_in_file(name, header.version): name for name in expected}
         found = read_tensors(path, {in_file: expected[name] for in_file, name in stored.items()})
         if header.digest != _digest(found):
@@ -340,8 +352,9 @@ def _state(
         tensors["support_features"],
         labels,
         classes,
-        _calibration(header),
+        _calibration(header, looks=3 + ("frozen_features" in tensors)),
         header.means,
+        tensors.get("frozen_features"),
     )
 
 
@@ -355,15 +368,20 @@ def _classes(labels: Labels) -> NDArray[Any]:
     return array
 
 
-def _calibration(header: Header) -> Calibration:
+def _calibration(header: Header, looks: int) -> Calibration:
     check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)
+    check_steps(header.parameters.refine)
     temperature, threshold = header.calibration.temperature, header.calibration.threshold
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"a temperature of {temperature}")
     unknown = header.parameters.unknown_label
     if (threshold is None) != (unknown is None) or (threshold and not math.isfinite(threshold)):
         raise ValueError(f"a threshold of {threshold} with unknown_label={unknown!r}")
-    return Calibration(temperature, threshold)
+    units = header.calibration.units  # none in files from before, whose score was the head's
+    sound = (looks == 3) if units is None else (threshold is not None and len(units) == looks)
+    if not sound or not all(math.isfinite(mean) and 0 < std < math.inf for mean, std in units or ()):
+        raise ValueError(f"units {units} of an outlier score of {looks} parts")
+    return Calibration(temperature, threshold, units)
 
 
 def _name_in_file(name: str, version: int) -> str:

@@ -139,10 +139,10 @@ def test_where_nothing_can_be_left_out_beta_is_the_mean_variance() -> None:
 def test_the_classifier_of_features_chooses_beta_when_asked_to() -> None:
     features, labels, queries = make_task(7, [4, 3, 5], 12, dtype=torch.float64)
     chosen = choose_beta(features, labels)
-    auto = MahalanobisClassifier(beta="auto").fit(features.numpy(), labels.numpy())
+    auto = MahalanobisClassifier(head="mahalanobis", beta="auto").fit(features.numpy(), labels.numpy())
     assert auto.beta == "auto"
     assert auto.beta_ == pytest.approx(chosen)
-    fixed = MahalanobisClassifier(beta=chosen).fit(features.numpy(), labels.numpy())
+    fixed = MahalanobisClassifier(head="mahalanobis", beta=chosen).fit(features.numpy(), labels.numpy())
     np.testing.assert_allclose(auto.decision_function(queries.numpy()), fixed.decision_function(queries.numpy()))
 
 

@@ -50,7 +50,7 @@ def queries() -> Pictures:
 
 @pytest.fixture(scope="module")
 def fitted(model: SimpleCNAPS, support: Pictures) -> SimpleCNAPSClassifier:
-    return SimpleCNAPSClassifier(model, precision="float32").fit(support, SUPPORT_LABELS)
+    return SimpleCNAPSClassifier(model, precision="float32", head="mahalanobis").fit(support, SUPPORT_LABELS)
 
 
 def paths_of(images: Pictures, folder: Path) -> list[str]:
@@ -207,11 +207,11 @@ def test_adaptation_can_be_left_out(model: SimpleCNAPS, support: Pictures, queri
 # -------------------------------------------------------------------- heads
 
 
-@pytest.mark.parametrize("head", ["mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"])
+@pytest.mark.parametrize("head", ["auto", "mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"])
 def test_every_metric_head_can_be_named(head: str, model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
     classifier = SimpleCNAPSClassifier(model, head=head).fit(support, SUPPORT_LABELS)
     assert classifier.decision_function(queries).shape == (7, 3)
-    if head in ("mahalanobis", "euclidean", "cosine"):
+    if head in ("auto", "mahalanobis", "euclidean", "cosine"):
         assert classifier.score(queries, QUERY_LABELS) == 1.0
 
 

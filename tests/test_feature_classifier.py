@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def test_scikit_learns_whole_suite_passes() -> None:
 
 def test_probabilities_follow_from_the_dense_formula(digits: tuple[NDArray[np.float64], NDArray[np.int64]]) -> None:
     X, y = digits
-    classifier = MahalanobisClassifier(beta=0.5, scale=0.5).fit(X[:60], y[:60])
+    classifier = MahalanobisClassifier(head="mahalanobis", beta=0.5, scale=0.5).fit(X[:60], y[:60])
     distances = reference.squared_mahalanobis(*map(torch.tensor, (X[:60], y[:60], X[60:])), beta=0.5)
     np.testing.assert_allclose(classifier.predict_proba(X[60:]), (-0.5 * distances).softmax(dim=1), rtol=1e-9)
     np.testing.assert_allclose(classifier.decision_function(X[60:]), -0.5 * distances, rtol=1e-9)
@@ -57,7 +58,7 @@ def test_leaving_out_the_task_covariance_changes_the_distances_as_the_formula_sa
     digits: tuple[NDArray[np.float64], NDArray[np.int64]],
 ) -> None:
     X, y = digits
-    classifier = MahalanobisClassifier(task_covariance=False).fit(X[:60], y[:60])
+    classifier = MahalanobisClassifier(head="mahalanobis", task_covariance=False).fit(X[:60], y[:60])
     distances = reference.squared_mahalanobis(*map(torch.tensor, (X[:60], y[:60], X[60:])), task_covariance=False)
     np.testing.assert_allclose(classifier.decision_function(X[60:]), -distances, rtol=1e-9)
 
@@ -66,7 +67,7 @@ def test_leaving_out_the_task_covariance_changes_the_distances_as_the_formula_sa
 def test_it_beats_the_nearest_centroid_on_digits() -> None:
     X, y = load_digits(return_X_y=True)
     X = X / 16.0
-    ours = MahalanobisClassifier(beta=0.1).fit(X[:200], y[:200]).score(X[200:], y[200:])
+    ours = MahalanobisClassifier(head="mahalanobis", beta=0.1).fit(X[:200], y[:200]).score(X[200:], y[200:])
     assert ours > NearestCentroid().fit(X[:200], y[:200]).score(X[200:], y[200:])
 
 
@@ -126,16 +127,18 @@ def test_changing_the_callers_arrays_afterwards_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("parameters", "X", "message"),
     [
-        ({"beta": -1.0}, [[0.0], [1.0]], "beta"),
-        ({"scale": 0.0}, [[0.0], [1.0]], "scale"),
+        ({"beta": -1.0, "head": "mahalanobis"}, [[0.0], [1.0]], "beta must be"),
+        ({"scale": 0.0, "head": "mahalanobis"}, [[0.0], [1.0]], "scale must be"),
+        ({"beta": 0.5}, [[0.0], [1.0]], 'settings of head="mahalanobis"'),
+        ({"task_covariance": False}, [[0.0], [1.0]], 'settings of head="mahalanobis"'),
         ({}, [[0.0], [np.nan]], "NaN"),
         ({}, [[0.0], [1.0], [2.0]], "inconsistent numbers of samples"),
     ],
 )
 def test_a_failed_fit_leaves_nothing_half_fitted(
-    parameters: dict[str, float], X: list[list[float]], message: str
+    parameters: dict[str, Any], X: list[list[float]], message: str
 ) -> None:
-    classifier = MahalanobisClassifier(**parameters)  # type: ignore[arg-type]
+    classifier = MahalanobisClassifier(**parameters)
     with pytest.raises(ValueError, match=message):
         classifier.fit(X, [0, 1])
     assert vars(classifier) == vars(clone(classifier))
@@ -160,12 +163,12 @@ def test_it_survives_pickling(digits: tuple[NDArray[np.float64], NDArray[np.int6
 
 def test_the_auto_head_chooses_once_for_the_fit_and_for_the_examples_left_out() -> None:
     X, y = load_iris(return_X_y=True)
-    classifier = MahalanobisClassifier(head="auto", temperature="auto", unknown_label=-1).fit(X[::3], y[::3])
+    classifier = MahalanobisClassifier(temperature="auto", unknown_label=-1).fit(X[::3], y[::3])
     expected = AutoHead()(torch.from_numpy(X[::3]), torch.from_numpy(y[::3]), torch.from_numpy(X)).numpy()
     np.testing.assert_allclose(classifier.decision_function(X), expected, rtol=1e-9)
     assert classifier.beta_ == AutoHead().fit(torch.from_numpy(X[::3]), torch.from_numpy(y[::3])).settings.beta
     predicted = classifier.predict(X)
     assert (predicted == -1).mean() < 0.15  # a twentieth is promised of queries unseen
     assert (predicted == y)[predicted != -1].mean() > 0.9
-    with pytest.raises(ValueError, match='head must be "mahalanobis" or "auto"'):
+    with pytest.raises(ValueError, match='head must be "auto" or "mahalanobis"'):
         MahalanobisClassifier(head="euclidean").fit(X, y)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +22,16 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.calibration import calibrate
+from fewshot_mahalanobis.calibration import Calibration, calibrate
 from fewshot_mahalanobis.checkpoints import save_checkpoint
-from fewshot_mahalanobis.classifier import predict_all
 from fewshot_mahalanobis.cli import app
-from fewshot_mahalanobis.heads import HEADS, MahalanobisHead
+from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
+from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.looks import CentredCosineHead
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
+from fewshot_mahalanobis.predictions import predict_all
 from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject, rejection_threshold
+from fewshot_mahalanobis.saving import save_classifier
 from fewshot_mahalanobis.temperature import fit_temperature
 from tests import reference
 from tests.drawn_tasks import make_task
@@ -61,7 +65,7 @@ def naive_left_out_logits(X: NDArray[np.float64], y: NDArray[np.int64], beta: fl
 def test_the_outlier_score_is_the_distance_to_the_nearest_class() -> None:
     X, y, queries = gaussian_task(np.random.default_rng(0))
     distances = reference.squared_mahalanobis(*map(torch.tensor, (X, y, queries)), beta=0.5)
-    classifier = MahalanobisClassifier(beta=0.5).fit(X, y)
+    classifier = MahalanobisClassifier(head="mahalanobis", beta=0.5).fit(X, y)
     np.testing.assert_allclose(classifier.outlier_score(queries), distances.amin(dim=1), rtol=1e-9)
     assert classifier.threshold_ is None
 
@@ -71,8 +75,8 @@ def test_an_image_far_from_every_class_scores_higher_with_every_metric() -> None
     features, labels = torch.tensor(X), torch.tensor(y)
     for name in ("mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"):
         head = HEADS[name]()
-        known = outlier_score(head(features, labels, torch.tensor(queries)))
-        away = outlier_score(head(features, labels, -torch.tensor(queries)))
+        known = outlier_score([head(features, labels, torch.tensor(queries))])
+        away = outlier_score([head(features, labels, -torch.tensor(queries))])
         assert float(away.median()) > float(known.median()), name
 
 
@@ -105,13 +109,15 @@ def test_the_warning_points_at_the_line_that_called_fit() -> None:
 
 @pytest.mark.parametrize(("shot", "rate"), [(5, 0.05), (5, 0.1), (5, 0.3), (3, 0.1), (10, 0.05)])
 def test_known_queries_are_rejected_at_the_promised_rate(shot: int, rate: float) -> None:
-    """On average over tasks of five Gaussian classes, within 3 points."""
-    rejected = []
+    """On average over tasks of five Gaussian classes, within 3 points; by the default head never more."""
+    rejected: dict[str, list[float]] = {"mahalanobis": [], "auto": []}
     for seed in range(60):
         X, y, queries = gaussian_task(np.random.default_rng(seed), shot=shot)
-        classifier = MahalanobisClassifier(unknown_label=-1, false_rejection_rate=rate).fit(X, y)
-        rejected.append(np.mean(classifier.predict(queries) == -1))
-    assert np.mean(rejected) == pytest.approx(rate, abs=0.03)
+        for head, found in rejected.items():
+            classifier = MahalanobisClassifier(head=head, unknown_label=-1, false_rejection_rate=rate).fit(X, y)
+            found.append(float(np.mean(classifier.predict(queries) == -1)))
+    assert np.mean(rejected["mahalanobis"]) == pytest.approx(rate, abs=0.03)
+    assert rate / 2 < np.mean(rejected["auto"]) < rate + 0.01
 
 
 def test_classes_far_from_all_known_ones_are_rejected() -> None:
@@ -128,7 +134,7 @@ def test_temperature_and_threshold_are_those_of_n_refits_of_the_dense_formula() 
     features, labels, _ = make_task(3, [4, 1, 5, 2, 6], 12, dtype=torch.float64)
     X, y = features.numpy(), labels.numpy()
     classifier = MahalanobisClassifier(
-        beta=0.7, scale=0.5, temperature="auto", unknown_label=9, false_rejection_rate=0.2
+        beta=0.7, head="mahalanobis", scale=0.5, temperature="auto", unknown_label=9, false_rejection_rate=0.2
     ).fit(X, y)
     logits = 0.5 * naive_left_out_logits(X, y, beta=0.7)
     told = y != 1  # the one example of class 1 has no class when it is left out
@@ -142,25 +148,151 @@ def test_temperature_and_threshold_are_those_of_n_refits_of_the_dense_formula() 
     assert classifier.threshold_ == pytest.approx(expected, rel=1e-9)
 
 
+def naive_cosine(x: NDArray[np.float64], mean: NDArray[np.float64]) -> float:
+    return float(x @ mean / np.sqrt((x @ x) * (mean @ mean)))
+
+
+def naive_look(name: str, x: NDArray[np.float64], support: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
+    """Minus the largest cosine of one image to a class mean."""
+    means = [np.mean(support[labels == label], axis=0) for label in np.unique(labels)]
+    centre = np.mean(means, axis=0) if name == "centred" else 0.0
+    return -max(naive_cosine(x - centre, mean - centre) for mean in means)
+
+
+class NaiveOutlierScore:
+    """The formulas, one image at a time, with a refit for each image left out."""
+
+    def __init__(self, classifier: SimpleCNAPSClassifier, model: SimpleCNAPS, images: Any, labels: list[str]) -> None:
+        self.classifier, self.labels = classifier, np.unique(labels, return_inverse=True)[1]
+        self.unadapted = SimpleCNAPSClassifier(model, device="cpu", adapt=False, precision="float32")
+        self.unadapted.fit(images, labels)
+        self.support = self.features(images)
+        left_out = [self.scores(i) for i in range(len(labels)) if np.sum(self.labels == self.labels[i]) > 1]
+        self.mean, self.std = np.mean(left_out, axis=0), np.std(left_out, axis=0, ddof=1)
+        self.left_out = np.sum((np.array(left_out) - self.mean) / self.std, axis=1)
+
+    def features(self, images: Any) -> dict[str, NDArray[np.float64]]:
+        adapted = self.classifier.transform(images).astype(np.float64)
+        found = {"adapted": adapted, "centred": adapted}
+        frozen = self.unadapted.transform(images).astype(np.float64)
+        return found if np.allclose(frozen, adapted) else {**found, "frozen": frozen}
+
+    def scores(self, i: int, queries: dict[str, NDArray[np.float64]] | None = None) -> list[float]:
+        """Of query i; of support image i left out if there are no queries."""
+        rest = np.arange(len(self.labels)) != (i if queries is None else -1)
+        labels = np.unique(self.labels[rest], return_inverse=True)[1]
+        x = {name: (self.support if queries is None else queries)[name][i] for name in self.support}
+        task = self.classifier.task_
+        refitted = task.refit(task.support_features[rest], torch.from_numpy(labels))
+        logits = refitted.head_logits(torch.from_numpy(x["adapted"])[None].float())[0].double().numpy()
+        if queries is None and task.head.is_squared_distance:
+            own = self.labels[i]
+            logits[own] *= 1 - 1 / np.sum(self.labels == own) ** 2  # of a mean of one example fewer
+        return [-logits.max(), *(naive_look(name, x[name], self.support[name][rest], labels) for name in x)]
+
+    def __call__(self, images: Any) -> NDArray[np.float64]:
+        queries = self.features(images)
+        scores = [self.scores(i, queries) for i in range(len(images))]
+        return np.sum((np.array(scores) - self.mean) / self.std, axis=1)
+
+
+def adapting_model() -> SimpleCNAPS:
+    """Untrained, with FiLM parameters far from the identity."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = SimpleCNAPS(image_size=32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "scales" in name:
+                parameter.mul_(300)
+    return model.eval()
+
+
 @pytest.mark.parametrize("head", ["mahalanobis", "euclidean", "cosine"])
-def test_the_image_classifier_settles_both_on_its_adapted_features(head: str) -> None:
+@pytest.mark.parametrize("adapt", [True, False])
+def test_the_outlier_score_of_images_is_the_sum_of_what_all_looks_say(head: str, adapt: bool) -> None:
+    """One class has one image: it is a neighbour of the others, and never left out."""
+    model = adapting_model()
+    settings: dict[str, Any] = {"adapt": adapt, "precision": "float32", "device": "cpu"}
     classifier = SimpleCNAPSClassifier(
-        tiny_model(),
-        head=head,
-        device="cpu",
-        temperature="auto",
-        unknown_label="none of these",
-        false_rejection_rate=0.25,
-    ).fit(pictures(8, 1), LABELS)
-    task = classifier.task_
-    features, labels = task.support_features, task.support_labels
-    others = ~torch.eye(8, dtype=torch.bool)
-    logits = torch.cat([task.refit(features[rest], labels[rest]).head_logits(features[~rest]) for rest in others])
-    if head != "cosine":  # squared distances to means of one example fewer
-        shots = torch.from_numpy(classifier.class_counts_)[task.support_labels]
-        logits[torch.arange(8), task.support_labels] *= 1 - 1 / shots**2
-    assert classifier.temperature_ == pytest.approx(fit_temperature(logits, labels), rel=1e-3)
-    assert classifier.threshold_ == pytest.approx(np.quantile(outlier_score(logits), 0.75, method="weibull"), rel=1e-4)
+        model, head=head, temperature="auto", unknown_label="none of these", false_rejection_rate=0.25, **settings
+    )
+    images, labels, queries = pictures(9, 1), [*LABELS, "alone"], pictures(5, 2)
+    naive = NaiveOutlierScore(classifier.fit(images, labels), model, images, labels)
+    assert ("frozen" in naive.support) == adapt
+    np.testing.assert_allclose(classifier.outlier_score(queries), naive(queries), rtol=2e-3, atol=2e-3)
+    assert classifier.threshold_ == pytest.approx(np.quantile(naive.left_out, 0.75, method="weibull"), rel=1e-2)
+    rejected = naive(queries) > classifier.threshold_
+    assert (classifier.predict(queries) == "none of these").tolist() == rejected.tolist()
+    without = SimpleCNAPSClassifier(model, head=head, **settings).fit(images, labels)
+    np.testing.assert_allclose(without.outlier_score(queries), -without.task_.logits(batch_of(queries)).amax(dim=1))
+
+
+def batch_of(images: NDArray[np.uint8]) -> torch.Tensor:
+    (batch,) = ImageBatches(images, 32)
+    return batch
+
+
+def test_centred_cosines_without_refits_are_those_of_n_refits() -> None:
+    features, labels, queries = make_task(3, [4, 1, 5, 2, 1], 12, dtype=torch.float64)
+    head = CentredCosineHead()
+    expected = Head.leave_one_out_logits(head, features, labels)
+    torch.testing.assert_close(head.leave_one_out_logits(features, labels), expected, rtol=1e-10, atol=1e-10)
+    x, y = features.numpy(), labels.numpy()
+    scores = [naive_look("centred", query, x, y) for query in queries.numpy()]
+    np.testing.assert_allclose(-head(features, labels, queries).amax(dim=1), scores, rtol=1e-10)
+
+
+def test_copies_of_one_picture_for_each_class_leave_a_finite_score() -> None:
+    images = np.repeat(pictures(2, 1), 2, axis=0)
+    classifier = rejecting_images(temperature=1.0).fit(images, ["a", "a", "b", "b"])
+    assert np.isfinite(classifier.outlier_score(pictures(3, 2))).all()
+    assert classifier.predict(images[::2]).tolist() == ["a", "b"]
+
+
+def test_unadapted_features_are_not_there_where_unknown_images_were_not_asked_for_at_first() -> None:
+    """The score then does without; a fit brings it back."""
+    images = pictures(8, 1)
+    classifier = SimpleCNAPSClassifier(adapting_model(), device="cpu", precision="float32").fit(images, LABELS)
+    classifier.set_params(unknown_label="none", false_rejection_rate=0.3)
+    assert len(classifier.partial_fit(images[:3], LABELS[:3])._units) == 3
+    assert len(classifier.fit(images, LABELS)._units) == 4
+    classifier.set_params(unknown_label=None).partial_fit(images[:3], LABELS[:3])
+    assert classifier.threshold_ is None
+    expected = -classifier.task_.logits(batch_of(images)).amax(dim=1)
+    np.testing.assert_allclose(classifier.outlier_score(images), expected, rtol=1e-6)
+
+
+def test_adapted_classifiers_keep_their_score_in_files_and_pickles_and_add_images_to_it(tmp_path: Path) -> None:
+    images = pictures(8, 1)
+    classifier = rejecting_images(adapting_model()).fit(images, LABELS)
+    classifier.save(tmp_path / "model.safetensors")
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "model.safetensors", device="cpu")
+    queries = pictures(6, 3)
+    for again in (loaded, pickle.loads(pickle.dumps(classifier))):
+        assert_same_decisions(again, classifier, queries)
+    more = pictures(4, 5), ["red", "blue", "pink", "pink"]
+    assert_same_decisions(loaded.partial_fit(*more), classifier.partial_fit(*more), queries)
+
+
+def test_a_file_from_before_the_sum_keeps_the_head_s_score(tmp_path: Path) -> None:
+    """Neither unadapted features nor units are in it, and its threshold is on minus the largest logit."""
+    classifier = rejecting_images(adapting_model(), head="mahalanobis").fit(pictures(8, 1), LABELS)
+    state = classifier._fitted_state()
+    old = Calibration(state.calibration.temperature, 2.5)
+    save_classifier(replace(state, calibration=old, frozen_features=None), tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        header = json.loads(file.metadata()["classifier"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    del header["calibration"]["units"]
+    save_file(tensors, tmp_path / "old", metadata={**metadata, "classifier": json.dumps(header)})
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "old", device="cpu")
+    queries = pictures(6, 3)
+    assert loaded.threshold_ == 2.5
+    np.testing.assert_allclose(loaded.outlier_score(queries), -loaded.task_.logits(batch_of(queries)).amax(dim=1))
+    loaded.partial_fit(pictures(3, 5), LABELS[:3])  # by what there is: the head and adapted features
+    assert len(loaded._units) == 3
 
 
 def test_probabilities_are_the_softmax_of_the_logits_over_the_temperature() -> None:
@@ -240,9 +372,10 @@ def test_predictions_are_those_without_rejection_where_nothing_is_rejected(names
 
 def test_without_a_threshold_no_query_is_rejected() -> None:
     logits = torch.tensor([[-1e9, -2e9], [-3.0, -1.0]])
-    assert predict_or_reject(logits, None).tolist() == [0, 1]
-    assert predict_or_reject(logits, 2.0).tolist() == [2, 1]
-    assert predict_or_reject(logits, 1.0).tolist() == [2, 1]  # a score at the threshold is not above it
+    scores = outlier_score([logits])
+    assert predict_or_reject(logits, scores, None).tolist() == [0, 1]
+    assert predict_or_reject(logits, scores, 2.0).tolist() == [2, 1]
+    assert predict_or_reject(logits, scores, 1.0).tolist() == [2, 1]  # a score at the threshold is not above it
 
 
 # ---------------------------------------------------------------- errors
@@ -406,6 +539,9 @@ def test_what_is_saved_is_what_was_fitted_whatever_was_set_since(model: SimpleCN
         ("calibration", "threshold", None, "threshold of None with unknown_label='none of these'"),
         ("calibration", "threshold", True, r"calibration\.threshold"),
         ("calibration", "extra", 1.0, "unknown field `extra`"),
+        ("calibration", "units", [[0.0, 1.0]], "outlier score of 3 parts"),
+        ("calibration", "units", [[0.0, 1.0], [0.0, 0.0], [0.0, 1.0]], "outlier score of 3 parts"),
+        ("calibration", "units", [[0.0, 1.0], [float("nan"), 1.0], [0.0, 1.0]], "outlier score of 3 parts"),
         ("parameters", "unknown_label", None, "with unknown_label=None"),
         ("parameters", "unknown_label", 3, "give a string"),
         ("parameters", "unknown_label", "red", "label of a class"),
@@ -445,9 +581,9 @@ def test_cross_validation_searches_over_rates_and_temperatures() -> None:
 
 def test_beta_is_chosen_once_for_the_fit_and_for_the_examples_left_out() -> None:
     X, y, _ = gaussian_task(np.random.default_rng(6), way=3)
-    classifier = MahalanobisClassifier(beta="auto", unknown_label=-1, false_rejection_rate=0.1).fit(X, y)
-    fixed = MahalanobisClassifier(beta=classifier.beta_, unknown_label=-1, false_rejection_rate=0.1).fit(X, y)
-    assert classifier.threshold_ == fixed.threshold_
+    settings: dict[str, Any] = {"head": "mahalanobis", "unknown_label": -1, "false_rejection_rate": 0.1}
+    classifier = MahalanobisClassifier(beta="auto", **settings).fit(X, y)
+    assert classifier.threshold_ == MahalanobisClassifier(beta=classifier.beta_, **settings).fit(X, y).threshold_
 
 
 def test_nothing_is_left_out_where_nothing_is_asked_for() -> None:
@@ -456,10 +592,8 @@ def test_nothing_is_left_out_where_nothing_is_asked_for() -> None:
             raise AssertionError("leaving out costs as much as two fits")
 
     features, labels, _ = make_task(3, [2, 2], 4)
-    assert calibrate(Unasked(), features, labels, temperature=2.0, false_rejection_rate=0.05, reject=False) == (
-        2.0,
-        None,
-    )
+    looks = [(Unasked(), features)]
+    assert calibrate(looks, labels, temperature=2.0, false_rejection_rate=0.05, reject=False) == (2.0, None, None)
 
 
 def test_the_command_line_rejects_and_keeps_probabilities_of_known_classes(model: SimpleCNAPS, tmp_path: Path) -> None:

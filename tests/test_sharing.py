@@ -21,6 +21,7 @@ from sklearn.exceptions import NotFittedError
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
 from fewshot_mahalanobis.checkpoints import CheckpointError, DownloadError, UploadError
+from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.sharing import model_card, public_checkpoint
 from tests.checkpoints.checkpoint_server import Hub, Server, hub_on_this_machine
@@ -145,11 +146,10 @@ def test_the_card_tells_the_classes_the_use_and_the_accuracy_on_left_out_images(
 
     # Refitted without each image in turn, where its class has another: what the card says was found by downdating.
     images, right = coloured(LABELS, 0), 0
-    beta = fitted.task_._state.beta
-    model = SimpleCNAPS(adaptation="none", beta=beta, image_size=SIZE, backbone=model_of_timm().feature_extractor)
+    head = AutoHead(fitted.task_._state.settings)
     for i in np.flatnonzero(LABELS != "alone"):
         rest = np.arange(len(LABELS)) != i
-        others = SimpleCNAPSClassifier(model, device="cpu").fit(images[rest], LABELS[rest])
+        others = SimpleCNAPSClassifier(model_of_timm(), device="cpu", head=head).fit(images[rest], LABELS[rest])
         right += others.predict(images[i : i + 1])[0] == LABELS[i]
     summary = fitted.summary()
     assert (summary.right, summary.counted) == (right, 8)

@@ -93,7 +93,7 @@ def test_classifiers_are_stacked_on_its_features_and_with_it(model: SimpleCNAPS)
     on_features = make_pipeline(SimpleCNAPSClassifier(model), stack).fit(IMAGES, LABELS)
     assert on_features.score(QUERIES, QUERY_LABELS) == 1.0
 
-    pixels = make_pipeline(FunctionTransformer(lambda images: images.mean((1, 2))), MahalanobisClassifier(beta=100.0))
+    pixels = make_pipeline(FunctionTransformer(lambda images: images.mean((1, 2))), MahalanobisClassifier())
     stack = StackingClassifier([("network", SimpleCNAPSClassifier(model)), ("pixels", pixels)], cv=2)
     stack.fit(IMAGES, LABELS)
     assert stack.transform(QUERIES).shape == (5, 6)

@@ -535,12 +535,12 @@ def test_partial_fit_in_any_split_and_order_equals_one_fit(search: Search) -> No
         names = np.array(["e", "b", "d", "a", "c"])[y]
 
         def fitted(order: NDArray[np.intp]) -> MahalanobisClassifier:
-            classifier = MahalanobisClassifier(task_covariance=task_covariance)
+            classifier = MahalanobisClassifier(head="mahalanobis", task_covariance=task_covariance)
             for part in np.split(order, sorted({cut for cut in cuts if cut < len(y)})):
                 classifier.partial_fit(x[part], names[part])
             return classifier
 
-        whole = MahalanobisClassifier(task_covariance=task_covariance).fit(x, names)
+        whole = MahalanobisClassifier(head="mahalanobis", task_covariance=task_covariance).fit(x, names)
         parts, shuffled = fitted(np.arange(len(y))), fitted(np.random.default_rng(seed).permutation(len(y)))
         gaussians = RegularizedCovariance(1.0, task_covariance)(
             task.support_features, torch.from_numpy(np.unique(names, return_inverse=True)[1])

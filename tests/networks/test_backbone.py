@@ -80,7 +80,7 @@ def model_on(network: nn.Module, **arguments: Any) -> SimpleCNAPS:
 
 
 def classifier_on(network: nn.Module, **arguments: Any) -> SimpleCNAPSClassifier:
-    return SimpleCNAPSClassifier(model_on(network), device="cpu", **arguments)
+    return SimpleCNAPSClassifier(model_on(network), device="cpu", **{"head": "mahalanobis", **arguments})
 
 
 @pytest.fixture(scope="module")

@@ -239,7 +239,7 @@ def logits_without_gradients(world: World, folder: Path) -> Any:
 
 
 def fitted_vectors(world: World, folder: Path) -> Any:
-    classifier = MahalanobisClassifier(beta=0.3).fit(world.features.numpy(), world.labels.numpy())
+    classifier = MahalanobisClassifier(head="mahalanobis", beta=0.3).fit(world.features.numpy(), world.labels.numpy())
     before = classifier.predict_log_proba(world.queries.numpy())
     classifier.partial_fit(world.queries.numpy(), [0, 5, 2])
     return before, classifier.classes_, classifier.predict_log_proba(world.queries.numpy())
