@@ -136,7 +136,7 @@ def test_the_papers_table_is_what_the_command_prints_beside_ones_own() -> None:
     (block,) = blocks(ROOT / "docs" / "table_1.md", "sh")
     assert [name.replace("/", ":") for name, *_ in rows] == re.findall(r"\w+:test", block)
     for source, *shown in rows:
-        row = Row(source, None, None, {}, "variable")
+        row = Row(name=source, way=None, shot=None, accuracy={}, protocol="variable")
         figures = [published_figure(method, row) for method in ("Simple CNAPS", "Simple AR-CNAPS")]
         assert [str(figure) for figure in figures] == shown
 

@@ -21,12 +21,23 @@ PAGES = {
     "first-steps": "start.html",
     "guide": "guide.html",
     "app": "app.html",
+    "folders": "messy_folders.html",
+    "research": "research.html",
+    "table-1": "table_1.html",
     "comparison": "comparison.html",
     "api": "api.html",
     "api-class": "generated/fewshot_mahalanobis.SimpleCNAPSClassifier.html",
     "gallery": "auto_examples/index.html",
     "gallery-page": "auto_examples/plot_gaussians.html",
 }
+
+
+#: Pages to look something up in, and the longest of the others, in pixels.
+REFERENCE = {
+    *("api", "changelog", "data", "genindex", "model_card", "py-modindex", "results", "speed", "trust"),
+    "unknown_results",
+}
+LONGEST = 4_300
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +97,14 @@ def test_a_page_is_whole_and_readable_wide_and_narrow(page: tuple[Page, str, lis
     assert name is not None
     assert search is not None
     assert name["x"] + name["width"] <= search["x"]
+
+
+def test_pages_are_short_and_no_code_is_cut_on_a_wide_screen(browser: Browser) -> None:
+    one = browser.new_page(viewport=WIDE)
+    for file in sorted(SITE.glob("*.html")):
+        one.goto(file.as_uri())
+        cut = one.locator("article pre").evaluate_all("all => all.filter(e => e.scrollWidth > e.clientWidth).length")
+        assert cut == 0, file.stem
+        height = one.evaluate("document.documentElement.scrollHeight")
+        assert height <= LONGEST or file.stem in REFERENCE, f"{file.stem}: {height}"
+    one.close()
