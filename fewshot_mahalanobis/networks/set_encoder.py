@@ -10,8 +10,8 @@ commute with the max pool; where gamma < 0 the convolution changes sign with it,
 keeps the pooled maps alone, a quarter of them, until the statistics of the whole set are known.
 
 A one-ulp change in z can flip bfloat16 rounding downstream, in FiLM parameters and folded weights. So statistics do not
-depend on the order of the set, its chunks or the number of threads: each row of each map is summed by itself, in
-float32, and the rows in float64.
+depend on the order of the set or its chunks: each column of each map is summed by itself, in float32, and the columns
+in float64. Threads divide the columns, so their number may move a last bit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fewshot_mahalanobis.networks.recompute import recomputed
 
 #: Length of the task representation z.
 TASK_FEATURES = 64
-#: Chunk on a CPU: its maps of 84 x 84 positions fit into the cache.
-MAX_CPU_CHUNK = 4
+#: Larger CPU chunks make every layer allocate fresh, zeroed pages.
+MAX_CPU_CHUNK = 16
 
 
 class SetEncoder(nn.Module):
@@ -64,6 +64,10 @@ class SetEncoder(nn.Module):
         -------
         Tensor of shape (64,)
         """
+        return mean_over_set(self.encodings(support_images, chunk_size))
+
+    def encodings(self, support_images: Tensor, chunk_size: int | None = None) -> Tensor:
+        """Encoding (n, 64) of each image of a set, whose mean is z."""
         if min(support_images.shape[2:]) < 2 ** len(self.convs):
             raise ValueError(f"images must be at least 32 x 32 pixels, not {tuple(support_images.shape[2:])}")
         size, run = chunk_size or len(support_images), _called
@@ -83,7 +87,7 @@ class SetEncoder(nn.Module):
             assert conv.bias is not None
             shift = norm.bias - mean * scale + 0 * conv.bias  # unused in _pooled: its gradient is 0, not None
             chunks = [run(_normalised, chunk, scale.to(norm.weight), shift.to(norm.bias)) for chunk in chunks]
-        return mean_over_set(torch.cat([chunk.float().mean(dim=(2, 3)) for chunk in chunks]))
+        return torch.cat([chunk.float().mean(dim=(2, 3)) for chunk in chunks])
 
 
 def _called(function: Callable[..., Any], *arguments: object) -> Any:
@@ -106,29 +110,43 @@ def _pooled(conv: nn.Conv2d, norm: nn.BatchNorm2d, images: Tensor) -> tuple[Tens
     """
     sign = torch.ones_like(norm.weight).copysign(norm.weight.detach())
     y = F.conv2d(images, conv.weight * sign[:, None, None, None], padding=1)
-    means, variances = _RowMoments.apply(y)
-    return F.max_pool2d(y, 2), *_of_parts(means, variances, 1)
+    means, variances = _ColumnMoments.apply(y)
+    return _max_pool(y), *_of_parts(means, variances, 1)
 
 
-class _RowMoments(torch.autograd.Function):
-    """Mean and biased variance of each row of maps (b, c, h, w), both (b, h, c).
+def _max_pool(y: Tensor) -> Tensor:
+    """``F.max_pool2d(y, 2)``; without gradient, without the int64 map of where each maximum was."""
+    if y.requires_grad:
+        return F.max_pool2d(y, 2)
+    height, width = y.shape[2] // 2 * 2, y.shape[3] // 2 * 2
+    y = torch.maximum(y[:, :, 0:height:2], y[:, :, 1:height:2])
+    return torch.maximum(y[..., 0:width:2], y[..., 1:width:2])
 
-    A function of its own, as autograd would keep two more tensors of the maps' size, and only in-place operations are
-    fast on maps.
+
+class _ColumnMoments(torch.autograd.Function):
+    """Mean and biased variance of each column of maps (b, c, h, w), both (b, w, c).
+
+    A function of its own, as autograd would keep two more tensors of the maps' size.
     """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-        rows = y.permute(0, 2, 3, 1).to(torch.promote_types(y.dtype, torch.float32), copy=True)
-        means = rows.mean(dim=2)
+        columns, dtype = y.permute(0, 2, 3, 1), torch.promote_types(y.dtype, torch.float32)
+        if y.device.type == "cpu":
+            # The first half of BatchNorm, of h rows with w c entries: it reads the maps twice and writes none.
+            zeros = torch.zeros(columns[0, 0].numel(), dtype=dtype, device="cpu")
+            of_images = [torch.batch_norm_update_stats(rows, zeros, zeros, 0.0) for rows in columns.flatten(2)]
+            means, variances = (torch.stack(part).unflatten(1, columns.shape[2:]) for part in zip(*of_images))
+        else:
+            variances, means = torch.var_mean(columns.to(dtype), dim=1, correction=0)
         ctx.save_for_backward(y, means)
-        return means, rows.sub_(means[:, :, None]).square_().mean(dim=2)
+        return means, variances
 
     @staticmethod
     def backward(ctx: Any, for_means: Tensor, for_variances: Tensor) -> Tensor:
         y, means = ctx.saved_tensors
-        gradient = y.permute(0, 2, 3, 1).to(means.dtype, copy=True).sub_(means[:, :, None])
-        gradient.mul_(2 * for_variances[:, :, None]).add_(for_means[:, :, None]).div_(y.shape[3])
+        gradient = y.permute(0, 2, 3, 1).to(means.dtype, copy=True).sub_(means[:, None])
+        gradient.mul_(2 * for_variances[:, None]).add_(for_means[:, None]).div_(y.shape[2])
         return gradient.permute(0, 3, 1, 2).to(y.dtype)
 
 
