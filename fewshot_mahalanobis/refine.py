@@ -14,6 +14,7 @@ URL (Li et al., ICCV 2021) take such steps on those.
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ _PSEUDO_EXAMPLES = 0.25
 
 def check_steps(steps: int | str) -> None:
     """Raise ValueError unless it is "auto" or a number of steps."""
-    if steps != "auto" and (isinstance(steps, (str, bool)) or int(steps) != steps or steps < 0):
+    counted = isinstance(steps, Integral) and not isinstance(steps, bool) and steps >= 0
+    if not counted and not (isinstance(steps, str) and steps == "auto"):
         raise ValueError(f'refine must be "auto" or a number of gradient steps, 0 or more, got {steps!r}')
 
 

@@ -164,7 +164,7 @@ def test_auto_that_declines_leaves_predictions_as_they_are(model: SimpleCNAPS, m
 
 
 def test_what_cannot_be_refined_is_refused(model: SimpleCNAPS) -> None:
-    for wrong in (-1, 2.5, True, "yes"):
+    for wrong in (-1, 2.5, True, None, "yes"):
         with pytest.raises(ValueError, match="refine must be"):
             fitted(model, refine=wrong)
     with pytest.raises(ValueError, match="adapt=True"):
