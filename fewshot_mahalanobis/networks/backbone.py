@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fewshot_mahalanobis.networks.efficientnet import (
-    ARCHITECTURES,
     LITE0,
-    LITE_B0,
     MEAN,
+    OWN_NETWORKS,
     STD,
+    EfficientNet,
     lite0_weights,
     load_in_order_,
-    pad_for_even_sides_,
 )
 from fewshot_mahalanobis.networks.film import Film, fold_network, modulated_parameters
+from fewshot_mahalanobis.networks.folded_lite0 import FoldedLite0
 from fewshot_mahalanobis.networks.norms import NormCalls, affine_norms, default_positions, trace_norms
 
 #: How far features may lie from what they should be, as a share of their length: weights that were stored in bfloat16
@@ -214,7 +214,7 @@ class Backbone(nn.Module):
         timm = description["timm"]
         if network is None:
             # "hf-hub:..." and "local-dir:...", which a file from somebody else may say, make timm read and fetch.
-            if timm is None or not (timm in ARCHITECTURES or _timm().is_model(timm)):
+            if timm is None or not (timm in OWN_NETWORKS or _timm().is_model(timm)):
                 raise ValueError(f"timm {_timm().__version__} has no network {timm!r}: upgrade timm")
             with torch.device("meta"):
                 network = _network(timm, image_size)
@@ -339,7 +339,10 @@ class Backbone(nn.Module):
         """
         # Not every network can read channels_last: it may call ``view``. One that folds has been tried.
         layout = torch.channels_last if self._calls.foldable else torch.contiguous_format
-        normalised = (images.float() * self.scale + self.shift).contiguous(memory_format=layout)
+        normalised = images.float()
+        if (self.mean, self.std) != (MEAN, STD):  # as images in [-1, 1] are
+            normalised = normalised * self.scale + self.shift
+        normalised = normalised.contiguous(memory_format=layout)
         bfloat16 = images.dtype == torch.bfloat16
         with torch.autocast(images.device.type, torch.bfloat16) if bfloat16 else nullcontext():
             if film is None:
@@ -374,11 +377,14 @@ class Backbone(nn.Module):
         """A module of its own: moving this one does not move the other.
 
         Convolutions absorb FiLM and BatchNorm where they can; other tensors are shared. The weights stay in float32, as
-        the network runs as its authors wrote it, under autocast for bfloat16.
+        the network runs as its authors wrote it, under autocast for bfloat16. EfficientNet-Lite0's are in ``dtype``.
         """
-        network = fold_network(self.network, self._calls.foldable, film)
-        if self._calls.foldable:
-            network = network.to(memory_format=torch.channels_last)
+        if isinstance(self.network, EfficientNet) and not self.network.of_lite:
+            network: nn.Module = FoldedLite0(self.network, film, dtype)
+        else:
+            network = fold_network(self.network, self._calls.foldable, film)
+            if self._calls.foldable:
+                network = network.to(memory_format=torch.channels_last)
         ready = Backbone(
             network, self.out_features, image_size=self.image_size, mean=self.mean, std=self.std, timm=self.timm
         ).to(self.scale.device)
@@ -443,10 +449,10 @@ def _check_connection(repository: str, *files: str | None) -> None:
 
 def _network(name: str, image_size: int) -> Any:
     """A network of a name of our own or of timm's, its weights yet to come."""
-    network = _timm_network(ARCHITECTURES.get(name, name), image_size, pretrained=False)
-    if name == LITE_B0:
-        pad_for_even_sides_(network)
-    return network
+    if name in OWN_NETWORKS:
+        with torch.random.fork_rng(devices=[]):  # for initial weights, soon replaced
+            return EfficientNet(name)
+    return _timm_network(name, image_size, pretrained=False)
 
 
 def is_network_name(name: str) -> bool:

@@ -68,7 +68,7 @@ class FilmResNet18(nn.Module):
                 in_channels = channels
             self.layers.append(blocks)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:  # where it would import torch's compiler
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     @property

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 
 import numpy as np
 import onnxruntime
 import pytest
+import timm
 import torch
 from safetensors import safe_open
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.networks import efficientnet
-from fewshot_mahalanobis.networks.efficientnet import PACKAGE, lite0_weights, load_in_order_
+from fewshot_mahalanobis.networks.efficientnet import (
+    LITE0,
+    LITE_B0,
+    PACKAGE,
+    EfficientNet,
+    lite0_weights,
+    load_in_order_,
+)
+from fewshot_mahalanobis.networks.norms import trace_norms
 from fewshot_mahalanobis.training.meta_train import meta_train
 from fewshot_mahalanobis.training.recipes import MetaTrainRecipe
 
@@ -32,6 +42,29 @@ def model() -> SimpleCNAPS:
 @pytest.fixture(scope="module")
 def fitted(model: SimpleCNAPS) -> SimpleCNAPSClassifier:
     return SimpleCNAPSClassifier(model, precision="float32").fit(pictures(8), LABELS)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "sides"),
+    [(LITE0, "tf_efficientnet_lite0", (64, 81)), (LITE_B0, "tf_efficientnet_b0", (64,))],
+)
+def test_our_networks_are_those_of_timm(name, theirs, sides):
+    torch.manual_seed(0)
+    ours, wanted = EfficientNet(name).eval(), timm.create_model(theirs, num_classes=0).eval()
+    shapes = [{key: tensor.shape for key, tensor in network.state_dict().items()} for network in (ours, wanted)]
+    assert list(shapes[0].items()) == list(shapes[1].items())
+    ours.load_state_dict(wanted.state_dict())
+    with torch.no_grad():
+        for side in sides:
+            images = torch.randn(2, 3, side, side)
+            torch.testing.assert_close(ours(images), wanted(images))
+        calls = [trace_norms(network, lambda network=network: network(images)) for network in (ours, wanted)]
+    assert calls[0] == calls[1]
+
+
+def test_the_checkpoint_needs_no_timm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)  # importing it fails
+    assert load_checkpoint("efficientnet-lite0").feature_extractor.out_features == 1280
 
 
 def test_the_checkpoint_adapts_the_network_of_the_package(model):
