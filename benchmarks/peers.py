@@ -104,7 +104,7 @@ def sklearn_labels(
 
 
 def _times(repeats: int) -> dict[str, dict[str, Times]]:
-    model, found = load_checkpoint("default"), {}
+    model, found = load_checkpoint("resnet18"), {}
     classifier = SimpleCNAPSClassifier(model, device="cpu")
     others = drawn_images(WAY * QUERIES, seed=1)
     for shots in SHOTS:
@@ -124,7 +124,7 @@ def _times(repeats: int) -> dict[str, dict[str, Times]]:
 
 def _accuracies(source: ImageSource, episodes: int) -> dict[str, dict[str, list[float]]]:
     """Of each number of shots and method, over episodes in which the support sets of more shots contain the others."""
-    model = load_checkpoint("default")
+    model = load_checkpoint("resnet18")
     plain = model.with_film(None, dtype=torch.bfloat16)
     classes = source.indices_of_class()
     most = sorted(map(len, classes))[-min(WAY, len(classes))]

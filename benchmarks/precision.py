@@ -40,7 +40,7 @@ def _difference(values: np.ndarray[Any, Any]) -> str:
 
 
 def measure(source: ImageSource, episodes: int) -> dict[str, list[float]]:
-    model = load_checkpoint("default")
+    model = load_checkpoint("resnet18")
     classes = source.indices_of_class()
     found: dict[str, list[float]] = {"same": [], "float32": [], "bfloat16": []}
     for index in range(episodes):

@@ -72,7 +72,7 @@ def run(record: Record) -> list[Table]:
 
 @torch.no_grad()
 def _measure(ways: int, shots: int, queries: int, repeats: int) -> dict[str, Times]:
-    model = load_checkpoint("default")
+    model = load_checkpoint("resnet18")
     pictures, others = drawn_images(ways * shots), drawn_images(queries, seed=1)
     labels = np.repeat(np.arange(ways), shots)
     support, query = (
@@ -109,7 +109,7 @@ def _measure(ways: int, shots: int, queries: int, repeats: int) -> dict[str, Tim
 
 
 def _memory(precision: str) -> dict[str, float]:
-    model, pictures = load_checkpoint("default"), drawn_images(500)
+    model, pictures = load_checkpoint("resnet18"), drawn_images(500)
     classifier = SimpleCNAPSClassifier(model, device="cpu", precision=precision)
     classifier.fit(pictures[:10], np.arange(10) % 5)  # what is loaded once
     return {"megabytes": extra_megabytes(lambda: classifier.fit(pictures, np.arange(500) % 50))}

@@ -26,8 +26,8 @@ axes = plot_decision_regions(
 )
 
 # %%
-# Image features have 512 dimensions. The picture shows the plane of their first two principal components. Each ellipse
-# is the exact marginal of a class's Gaussian on that plane.
+# Image features have hundreds of dimensions. The picture shows the plane of their first two principal components. Each
+# ellipse is the exact marginal of a class's Gaussian on that plane.
 
 from sklearn.datasets import load_digits
 

@@ -62,7 +62,7 @@ def middle(images):
 make_pipeline(FunctionTransformer(middle), SimpleCNAPSClassifier()).fit(X, y).score(X_query, y_query)
 
 # %%
-# Elsewhere in a pipeline it is a transformer, from images to adapted features (n, 512).
+# Elsewhere in a pipeline it is a transformer, from images to adapted features (n, d).
 
 from sklearn.svm import SVC
 

@@ -350,9 +350,16 @@ def list_checkpoints() -> None:
     from fewshot_mahalanobis.checkpoints import available_checkpoints
     from fewshot_mahalanobis.evaluation.tables import markdown_table
 
+    records = available_checkpoints()
+    default = records.pop("default").name
     rows = [
-        [r.name, "in the package" if r.embedded else "downloaded when first used", r.licence, r.trained_on]
-        for r in available_checkpoints().values()
+        [
+            f"{name} (default)" if name == default else name,
+            "in the package" if r.embedded else "downloaded when first used",
+            r.licence,
+            r.trained_on,
+        ]
+        for name, r in records.items()
     ]
     typer.echo(markdown_table(rows, ["name", "where", "licence", "trained on"]))
 
@@ -379,7 +386,7 @@ def show_checkpoint(name: Annotated[str, typer.Argument(help="A name of `checkpo
         "trained on": record.trained_on,
         **{key.replace("_", " "): str(value) for key, value in record.settings.items()},
     }
-    typer.echo(markdown_table([[key, value] for key, value in facts.items() if value], [name, ""]))
+    typer.echo(markdown_table([[key, value] for key, value in facts.items() if value], [record.name, ""]))
     if record.accuracies:
         rows = [[task, f"{mean:.1f} ± {half_width:.1f}"] for task, (mean, half_width) in record.accuracies.items()]
         typer.echo("\n" + markdown_table(rows, ["task", "accuracy, %"]))

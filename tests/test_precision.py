@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model() -> SimpleCNAPS:
-    return load_checkpoint("default")
+    return load_checkpoint("resnet18")
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -40,9 +40,9 @@ def load_checkpoint(name_or_path: str | os.PathLike[str]) -> SimpleCNAPS:
 
     Notes
     -----
-    ``"default"`` comes with the package. The authors' published weights are downloaded on first use
-    (``FEWSHOT_MAHALANOBIS_CHECKPOINTS`` may name a folder of local copies instead), verified by digest
-    and converted into ``FEWSHOT_MAHALANOBIS_CACHE``; after that they need no connection.
+    ``"default"`` is another name of a checkpoint that comes with the package. The authors' published weights are
+    downloaded on first use (``FEWSHOT_MAHALANOBIS_CHECKPOINTS`` may name a folder of local copies instead), verified by
+    digest and converted into ``FEWSHOT_MAHALANOBIS_CACHE``; after that they need no connection.
     """
     if isinstance(name_or_path, os.PathLike):
         return _read_local(Path(name_or_path))

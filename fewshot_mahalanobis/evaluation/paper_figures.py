@@ -14,6 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from fewshot_mahalanobis.checkpoints.table import DEFAULT
 from fewshot_mahalanobis.evaluation.accuracy import Variant
 from fewshot_mahalanobis.evaluation.averages import data_set_of
 from fewshot_mahalanobis.evaluation.result import Row
@@ -37,21 +38,24 @@ _DATA_SETS = {
     "mini_imagenet": "mini-ImageNet",
     "tiered_imagenet": "tieredImageNet",
 }
-#: Other images of the same domain, by their names in the default checkpoint's model card.
+#: Other images of the same domain, by their names in our model cards.
 _SIMILAR = {"cub200_2010": "Birds", "dtd10": "DTD", "quickdraw345": "QuickDraw", "gtsrb": "Traffic Signs"}
 
 #: Data sets for which the paper has fixed ways and shots.
 _FIXED = {"mini_imagenet", "tiered_imagenet"}
 
 _META_DATASET = tuple(_DATA_SETS)[:8]
+_OF_OURS = ("mini_imagenet", "tiny_imagenet", "omniglot", "cub200_2010", "quickdraw345", "dtd10")
 #: Named checkpoint -> the data sets it was trained on (their training classes).
 IN_DOMAIN: dict[str, tuple[str, ...]] = {
-    "default": ("mini_imagenet", "tiny_imagenet", "omniglot", "cub200_2010", "quickdraw345", "dtd10"),
+    "resnet18": _OF_OURS,
+    "efficientnet-lite0": ("ilsvrc_2012", *_OF_OURS),
     "simple-cnaps-meta-dataset": _META_DATASET,
     "simple-ar-cnaps-meta-dataset": _META_DATASET,
     "no-adaptation-meta-dataset": ("ilsvrc_2012",),
     "no-adaptation-mini-imagenet": ("mini_imagenet",),
 }
+IN_DOMAIN["default"] = IN_DOMAIN[DEFAULT]
 
 
 class Figure(NamedTuple):

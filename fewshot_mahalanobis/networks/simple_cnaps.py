@@ -380,8 +380,6 @@ class SimpleCNAPS(
         ------
         ValueError
             A key is missing or unknown, a shape differs, or the weights are Transductive CNAPS's.
-        ImportError
-            The weights are LITE's, and timm is absent.
         """
         lite = is_lite(state_dict)
         converted = (

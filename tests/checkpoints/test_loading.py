@@ -9,7 +9,7 @@ import pytest
 from fewshot_mahalanobis.checkpoints import CheckpointError, available_checkpoints
 from fewshot_mahalanobis.checkpoints import download as download_module
 from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
+from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS, DEFAULT
 
 
 def test_table_lists_the_default_first_and_digests_of_all_published_files():
@@ -17,7 +17,7 @@ def test_table_lists_the_default_first_and_digests_of_all_published_files():
     assert next(iter(records)) == "default"
     assert records["default"].embedded
     for name, record in records.items():
-        assert record.name == name
+        assert record.name == (DEFAULT if name == "default" else name)
         if not record.embedded:
             assert record.url.startswith("https://")
             assert record.revision in record.url

@@ -152,7 +152,7 @@ def test_what_differs_from_the_papers_protocol_is_marked():
 
 def test_the_papers_figures_stand_beside_and_notes_below():
     records = [record("omniglot/test", way=5, shot=1), record("gtsrb", way=5, shot=1), record("photos", way=5, shot=1)]
-    table = markdown(records, IN_DOMAIN["default"], {"adapted": "Simple CNAPS", "not adapted": "dot product"})
+    table = markdown(records, IN_DOMAIN["resnet18"], {"adapted": "Simple CNAPS", "not adapted": "dot product"})
     lines = table.splitlines()
     assert cells(lines[0]) == ["source", *FOUR, "paper: Simple CNAPS", "paper: dot product"]
     omniglot, signs, photos, inside, outside, overall = map(cells, lines[2:8])

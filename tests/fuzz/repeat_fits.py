@@ -26,7 +26,7 @@ def resident_megabytes() -> float:
 
 def main(fits: int) -> None:
     rng = np.random.default_rng(0)
-    classifier = SimpleCNAPSClassifier(load_checkpoint("default"))
+    classifier = SimpleCNAPSClassifier(load_checkpoint("resnet18"))
     start = 0.0
     for number in range(WARM_UP + fits + 1):
         images = rng.integers(0, 256, size=(8, 32, 32, 3), dtype=np.uint8)

@@ -341,7 +341,7 @@ def test_a_model_on_a_module_is_a_checkpoint(network: nn.Module, tmp_path: Path)
 
 def test_simple_cnaps_takes_no_network_in_place_of_its_own(network: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="takes no other"):
-        SimpleCNAPS.from_pretrained(Path(load_checkpoint.__code__.co_filename).parent / "default", backbone=network)
+        SimpleCNAPS.from_pretrained(Path(load_checkpoint.__code__.co_filename).parent / "resnet18", backbone=network)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis.cli import app
@@ -148,3 +152,23 @@ def test_the_recipe_of_a_run_can_be_read_again(tmp_path):
 def test_recipes_of_the_repository_can_be_read(file):
     kind = PretrainRecipe if "backbone" in file.stem else MetaTrainRecipe
     assert read_recipe(kind, file).sources
+
+
+def test_the_second_stage_on_lite0_continues_the_first_on_the_same_images():
+    first, second = (
+        read_recipe(MetaTrainRecipe, RECIPES / f"efficientnet_lite0{which}.toml") for which in ("", "_longer")
+    )
+    assert (first.backbone, first.sources, first.validation) == (second.backbone, second.sources, second.validation)
+    assert first.init is None
+    assert second.init == "runs/lite0/checkpoint"
+
+
+def test_silhouettes_are_padded_to_squares_in_class_folders(tmp_path):
+    Image.fromarray(np.full((20, 40), 255, np.uint8)).save(tmp_path / "Bone-7.gif")
+    prepare = runpy.run_path(str(RECIPES / "mpeg7.py"))["prepare"]
+    assert prepare(tmp_path, tmp_path / "mpeg7.zip") == 1
+    with zipfile.ZipFile(tmp_path / "mpeg7.zip") as archive, archive.open("train/bone/bone-7.png") as file:
+        pixels = np.asarray(Image.open(file))
+    assert pixels.shape == (112, 112)
+    assert pixels[56].min() == 255
+    assert pixels[[0, -1]].max() == 0
