@@ -25,6 +25,7 @@ from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER
 from fewshot_mahalanobis.checkpoints.hub import hub_name
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
 from fewshot_mahalanobis.saving import FittedState, save_classifier
 from fewshot_mahalanobis.summary import SupportSummary
 
@@ -93,6 +94,7 @@ def model_card(repo_id: str, state: FittedState, summary: SupportSummary, strips
     parameters, config = state.parameters, state.model.config
     backbone = config.get("backbone")
     ours = backbone is None or backbone["timm"] is not None
+    of_timm = backbone is not None and backbone["timm"] not in (None, *OWN_NETWORKS)
     head, unknown = parameters["head"], parameters["unknown_label"]
     settings: dict[str, Any] = {
         "network": "FiLM ResNet18 of Simple CNAPS" if backbone is None else backbone["timm"] or "its author's own",
@@ -116,7 +118,7 @@ def model_card(repo_id: str, state: FittedState, summary: SupportSummary, strips
         repo_id=repo_id,
         classes=len(summary.counts),
         images=sum(summary.counts.values()),
-        packages="'fewshot-mahalanobis[backbones]'" if backbone and backbone["timm"] else "fewshot-mahalanobis",
+        packages="'fewshot-mahalanobis[backbones]'" if of_timm else "fewshot-mahalanobis",
         argument="" if ours else ", backbone=network",
         own="" if ours else "`network` is the module whose weights are in the file; its code is not.\n\n",
         table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),

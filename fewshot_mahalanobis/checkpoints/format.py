@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.files import atomic_replace
+from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
 
 FORMAT_VERSION = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -175,7 +176,9 @@ def _default_card(settings: Mapping[str, Any]) -> str:
             "Simple CNAPS on another backbone" if "positions" in backbone else "Mahalanobis head on a frozen backbone"
         )
         about = "The backbone is a custom network: `SimpleCNAPS.from_pretrained(name, backbone=network)`.\n\n"
-        if backbone["timm"] is not None:
+        if backbone["timm"] in OWN_NETWORKS:
+            about = f"The backbone is `{backbone['timm']}`; the terms of its weights apply.\n\n"
+        elif backbone["timm"] is not None:
             packages = "'fewshot-mahalanobis[backbones]'"
             about = f"The backbone is timm's `{backbone['timm']}`; the terms of those weights apply.\n\n"
     rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())

@@ -186,7 +186,6 @@ def test_published_file_with_code_in_it_is_refused_even_under_the_right_digest(s
 
 @pytest.mark.parametrize(("name", "side"), [("lite-simple-cnaps-224", 224), ("lite-simple-cnaps-84", 84)])
 def test_lites_weights_are_downloaded_from_their_own_repository(name, side, cache, tmp_path, monkeypatch):
-    pytest.importorskip("timm")
     weights = {key: torch.from_numpy(value) for key, value in recipe.state_dict("lite_simple_cnaps").items()}
     path = tmp_path / CHECKPOINTS[name].url.rsplit("/", 1)[-1]
     torch.save(weights, path)

@@ -78,6 +78,7 @@ def test_the_checkpoint_adapts_the_network_of_the_package(model):
 
 def test_what_the_package_brings_is_in_no_file(model, fitted, tmp_path):
     model.save_pretrained(tmp_path / "checkpoint")
+    assert "backbones]" not in (tmp_path / "checkpoint" / "README.md").read_text()  # it needs no extra
     fitted.save(tmp_path / "fitted.safetensors")
     for file in (tmp_path / "checkpoint" / "model.safetensors", tmp_path / "fitted.safetensors"):
         with safe_open(file, framework="pt") as opened:
