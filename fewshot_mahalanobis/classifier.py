@@ -455,7 +455,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     def export_onnx(self, path: str | os.PathLike[str]) -> None:
         """Write the adapted network and its fitted head as one ONNX file, in float32, replacing any file at ``path``.
 
-        Input "images": float32 (n, 3, s, s), RGB, value / 127.5 - 1, s the model's image size (84 by default).
+        Input "images": float32 (n, 3, s, s), RGB, value / 127.5 - 1, s the model's image size.
         Output "logits": float32 (n, k), a column for each label. The labels are the property "classes", as JSON.
         ImportError if the packages of the extra ``onnx`` are absent; ValueError if the head is of a class of your own
         or has too many numbers for a file (a matrix for each class, with as many rows as support images).
