@@ -24,10 +24,10 @@ from fewshot_mahalanobis.images import to_square_array
 digits = load_digits()
 chosen = np.concatenate([np.flatnonzero(digits.target == digit)[:20] for digit in range(10)])
 pixels = np.round(digits.images[chosen] * (255 / 16)).astype(np.uint8)
-squares = np.stack([to_square_array(Image.fromarray(image), 84) for image in pixels])
-source = ImageSource("digits", squares, digits.target[chosen].astype(np.int64), tuple("0123456789"))
 
 model = load_checkpoint("default")
+squares = np.stack([to_square_array(Image.fromarray(image), model.image_size) for image in pixels])
+source = ImageSource("digits", squares, digits.target[chosen].astype(np.int64), tuple("0123456789"))
 features = UnadaptedFeatures(model, source)
 variants = {"Mahalanobis": Variant(False, "mahalanobis"), "Euclidean": Variant(False, "euclidean")}
 
