@@ -105,6 +105,10 @@ def meta_train(
     backbone: Annotated[
         str | None, typer.Option(help="backbone.safetensors, written by `pretrain`, or a checkpoint: its backbone.")
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Train a method to compare with (protonet, maml, ...) on the ResNet18, not Simple CNAPS."),
+    ] = None,
     validation: Annotated[
         list[str] | None,
         typer.Option(help="Source of other classes to choose the best checkpoint on; may be repeated."),
@@ -144,6 +148,7 @@ def meta_train(
             assignments,
             sources=sources,
             backbone=backbone,
+            method=method,
             validation=validation,
             root=root,
             init=init,
@@ -174,6 +179,14 @@ def evaluate(
             "--checkpoint",
             help="Name, folder or Hub repository; may be repeated: each has a column and is compared with the first.",
             show_default="default",
+        ),
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="Method to compare with: knn, finetune, matchingnet, protonet or tpn, on the checkpoint's network, or "
+            "the folder of one that `meta-train --method` trained; may be repeated.",
         ),
     ] = None,
     protocol: Annotated[
@@ -238,6 +251,7 @@ def evaluate(
             checkpoints or ["default"],
             sources,
             Settings(protocol.value, tuple(shots or (1, 5)), way, queries, episodes, seed, precision.value),
+            methods=methods or (),
             heads=heads or (),
             adapt=adapt,
             task_covariance=not no_task_covariance,

@@ -48,12 +48,13 @@ class Gidaris(Method[Tensor]):
     def fit_features(self, features: Tensor, labels: Tensor) -> Tensor:
         """Classification weights (k, d): equations 6 to 8."""
         features = F.normalize(features, dim=1)
-        similarity = F.normalize(self.query(features), dim=1) @ F.normalize(self.keys, dim=1).T
+        cosine = F.normalize(self.query(features), dim=1) @ F.normalize(self.keys, dim=1).T
+        attention = self.attention_scale * cosine
         if self.hidden is not None:
-            similarity = similarity.index_fill(1, self.hidden, -torch.inf)
-        attended = (self.attention_scale * similarity).softmax(dim=1) @ self.base_weights  # equation 7
-        average, attention = class_means(features, labels), class_means(attended, labels)
-        return self.average_factor * average + self.attention_factor * attention  # equation 8
+            attention = attention.index_fill(1, self.hidden, torch.finfo(attention.dtype).min)
+        attended = class_means(attention.softmax(dim=1) @ self.base_weights, labels)  # equation 7
+        average = class_means(features, labels)  # equation 6
+        return self.average_factor * average + self.attention_factor * attended  # equation 8
 
     def compare(self, state: Tensor, queries: Tensor) -> Tensor:
         """Scaled cosines, equation 4."""

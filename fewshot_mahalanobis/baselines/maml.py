@@ -59,7 +59,7 @@ class MAML(Method[LinearClassifier]):
             the identity: first-order MAML.
         layer : LinearClassifier
         """
-        weights = {name: weight for name, weight in network.named_parameters() if weight.ndim > 1}
+        weights: dict[str, Tensor] = {name: weight for name, weight in network.named_parameters() if weight.ndim > 1}
         layer = self.first_layer(torch.cat([network(chunk) for chunk in images.split(BATCH)]), labels)
         for _ in range(steps):
             moving = [*weights.values(), *layer]

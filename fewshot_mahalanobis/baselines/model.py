@@ -16,7 +16,6 @@ from fewshot_mahalanobis.baselines.gidaris import Gidaris
 from fewshot_mahalanobis.baselines.maml import MAML
 from fewshot_mahalanobis.baselines.method import Fitted, Method
 from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -104,17 +103,13 @@ class Baseline(SimpleCNAPS):
         support_images: Tensor,
         support_labels: Tensor,
         *,
-        head: Head | None = None,
-        adapt: bool = True,
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
+        **options: Any,
     ) -> AdaptedTask:
         """Adapt to a support set, as :meth:`SimpleCNAPS.adapt`: MAML by gradient steps on a copy of the network."""
         if not isinstance(self.head, MAML):
-            adapt = adapt and self.film_generator is not None
-            return super().adapt(
-                support_images, support_labels, head=head, adapt=adapt, dtype=dtype, batch_size=batch_size
-            )
+            return super().adapt(support_images, support_labels, dtype=dtype, batch_size=batch_size, **options)
         images, labels = channels_last(support_images.to(self.device)), support_labels.to(self.device)
         network = copy.deepcopy(self.network)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):

@@ -19,7 +19,7 @@ LENGTH_SCALE = 0.15
 
 
 class TPN(Method[tuple[Tensor, Tensor]]):
-    """Logits = log F*, the labels that propagation gives the queries.
+    """Logits = F*, the labels that propagation gives the queries (equation 5).
 
     A query's logits depend on the other queries of the call. Without training all examples have one length scale; the
     trained one is that times exp g(x), g two linear layers on the feature vector (published: on feature maps).
@@ -56,7 +56,7 @@ class TPN(Method[tuple[Tensor, Tensor]]):
         start = torch.cat([known, known.new_zeros(len(queries), known.shape[1])])  # Y
         identity = torch.eye(len(start), dtype=start.dtype, device=start.device)
         spread = torch.linalg.solve(identity - self.alpha * normalised, start)  # F* = (I - alpha S)^-1 Y, equation 4
-        return spread[len(support) :].clamp(min=torch.finfo(weights.dtype).tiny).log().to(queries.dtype)
+        return spread[len(support) :].to(queries.dtype)
 
     def graph(self, features: Tensor) -> Tensor:
         """Weights W (n, n) between examples: equation 2, between each and its nearest ones."""
@@ -65,7 +65,8 @@ class TPN(Method[tuple[Tensor, Tensor]]):
         if self.log_scale is not None:
             scaled = scaled * torch.exp(-self.log_scale(features))
         # float64: far examples have weights that float32 cannot hold.
-        weights = torch.exp(-0.5 * _squared_distances(scaled.to(working_dtype(scaled)))).fill_diagonal_(0.0)
+        weights = torch.exp(-0.5 * _squared_distances(scaled.to(working_dtype(scaled))))
+        weights = weights * (1 - torch.eye(len(weights), dtype=weights.dtype, device=weights.device))
         chosen = weights.topk(min(self.neighbours, len(weights))).indices
         kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, chosen, True)
         return weights * (kept | kept.T)

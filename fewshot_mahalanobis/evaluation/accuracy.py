@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from fewshot_mahalanobis.baselines import METHODS
+from fewshot_mahalanobis.baselines.model import Baseline
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.evaluation.result import Scores
@@ -29,6 +31,7 @@ class Variant(NamedTuple):
     ----------
     adapt : bool
     head : str
+        One of ``HEADS``, or of ``METHODS``.
     task_covariance : bool
         False leaves the task covariance out of equation 3 (lambda_k = 1): the "-TR" ablation.
     projection : bool
@@ -84,6 +87,8 @@ def head_of(model: SimpleCNAPS, variant: Variant) -> Head[Any]:
     ValueError if there is no such head, it has weights and the model was not trained with it, or it has no task
     covariance to leave out.
     """
+    if variant.head in METHODS:
+        return model.head if variant.head == model.config["head"] else METHODS[variant.head]()
     if variant.head not in HEADS:
         raise ValueError(f"there is no head {variant.head!r}; there are {', '.join(HEADS)}")
     if not variant.task_covariance and variant.head != "mahalanobis":
@@ -188,6 +193,7 @@ def evaluate_episodes(
         queries = np.bincount(episode.query_labels, minlength=episode.way)
         labels = torch.from_numpy(episode.support_labels).to(model.device)
         features: dict[bool, tuple[Tensor, Tensor]] = {}
+        task = None
         if plain_features is not None:
             features[False] = plain_features[episode.support], plain_features[episode.query]
         if any(v.adapt for v in variants):
@@ -196,9 +202,13 @@ def evaluate_episodes(
         for variant in variants:
             support_features, query_features = (f.to(model.device) for f in features[variant.adapt])
             with torch.no_grad():
-                if model.projection is not None and variant.projection:
-                    support_features, query_features = map(model.projection, (support_features, query_features))
-                predicted = heads[variant](support_features, labels, query_features).argmax(1).cpu().numpy()
+                if variant.adapt and task is not None and isinstance(model, Baseline):
+                    logits = task.head_logits(query_features)  # gradient steps have moved the head too
+                else:
+                    if model.projection is not None and variant.projection:
+                        support_features, query_features = map(model.projection, (support_features, query_features))
+                    logits = heads[variant](support_features, labels, query_features)
+            predicted = logits.argmax(1).cpu().numpy()
             right = predicted == episode.query_labels
             accuracies[variant].append(float(right.mean()))
             class_accuracies[variant].append(np.bincount(episode.query_labels, right, episode.way) / queries)

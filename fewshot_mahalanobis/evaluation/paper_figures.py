@@ -59,14 +59,18 @@ IN_DOMAIN["default"] = IN_DOMAIN[DEFAULT]
 
 
 class Figure(NamedTuple):
-    """Accuracy and half-width of its 95 % interval, in per cent, and the marks of differences in protocol or data."""
+    """Accuracy and half-width of its 95 % interval, in per cent, and the marks of differences in protocol or data.
+
+    The half-width is None where the paper has none.
+    """
 
     mean: float
-    half_width: float
+    half_width: float | None
     marks: str
 
     def __str__(self) -> str:
-        return f"{self.mean:.1f} ± {self.half_width:.1f}{self.marks}"
+        interval = "" if self.half_width is None else f" ± {self.half_width:.1f}"
+        return f"{self.mean:.1f}{interval}{self.marks}"
 
 
 def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
@@ -101,7 +105,8 @@ def published_figure(method: str, row: Row) -> Figure | None:
     marks = "".join(sorted({mark for _, marks in named for mark in marks}))
     found = [figures[name] for name, _ in named if name in figures]
     if len(found) == len(named):
-        return Figure(sum(f[0] for f in found) / len(found), math.hypot(*(f[1] for f in found)) / len(found), marks)
+        half_width = None if None in [f[1] for f in found] else math.hypot(*(f[1] for f in found)) / len(found)
+        return Figure(sum(f[0] for f in found) / len(found), half_width, marks)
     average = _average_of([name for name, _ in named])
     if average not in figures:
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from fewshot_mahalanobis.baselines import METHODS
 from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.data.sources import ImageSource
@@ -21,6 +22,7 @@ from fewshot_mahalanobis.evaluation.accuracy import UnadaptedFeatures, Variant, 
 from fewshot_mahalanobis.evaluation.averages import averages, check_in_domain
 from fewshot_mahalanobis.evaluation.compare import differences, headings, joined
 from fewshot_mahalanobis.evaluation.curves import plot_curves
+from fewshot_mahalanobis.evaluation.methods import open_methods
 from fewshot_mahalanobis.evaluation.paper_figures import IN_DOMAIN, published_method
 from fewshot_mahalanobis.evaluation.result import Protocol, Result, read_results, write_results
 from fewshot_mahalanobis.evaluation.tables import Report
@@ -194,6 +196,7 @@ def evaluate_checkpoints(
     sources: Sequence[str],
     settings: Settings | None = None,
     *,
+    methods: Sequence[str] = (),
     heads: Sequence[str] = (),
     adapt: bool | None = None,
     task_covariance: bool = True,
@@ -212,8 +215,13 @@ def evaluate_checkpoints(
         As :func:`~fewshot_mahalanobis.load_checkpoint` takes them. The first is the one that others are compared with.
     sources, settings, root, file
         As for :func:`evaluate`.
+    methods : sequence of str
+        Methods to compare with: a name of ``fewshot_mahalanobis.baselines.METHODS`` on the first checkpoint's
+        network without adaptation, or the folder of one that ``meta-train --method`` trained. The table then has a row
+        for each method.
     heads : sequence of str
-        Default: of one checkpoint its own, "mahalanobis" and "euclidean"; of several each one's own.
+        Default: of one checkpoint its own, "mahalanobis" and "euclidean"; of several, or beside methods, each one's
+        own.
     adapt, task_covariance, projection
         As for :func:`variants_of`. Of several checkpoints only the first is evaluated without adaptation by default.
     in_domain : sequence of str, optional
@@ -225,7 +233,8 @@ def evaluate_checkpoints(
     Raises
     ------
     ValueError
-        As for :func:`evaluate`; a domain is of no source; or there is nothing to plot against.
+        As for :func:`evaluate`; a method is unknown, not trained or named twice; a domain is of no source; or there is
+        nothing to plot against.
     CheckpointError
         A checkpoint cannot be loaded.
     """
@@ -233,7 +242,8 @@ def evaluate_checkpoints(
     if plots is not None and settings.protocol == "fixed" and len(set(settings.shots)) < 2:
         raise ValueError("--plots needs --protocol variable, or several --shot")
     names = list(dict.fromkeys(checkpoints))
-    first, several = names[0], len(names) > 1
+    first, several = names[0], len(names) > 1 or bool(methods)
+    frozen, trained = open_methods(methods)
     models = {name: load_checkpoint(name).to(choose_device(device)) for name in names}
     variants = {}
     for name, model in models.items():
@@ -247,27 +257,36 @@ def evaluate_checkpoints(
         )
     if in_domain is not None:
         check_in_domain(in_domain, [source.name for source in open_sources(sources, root, models[first].image_size)])
-    elif not several:
+    elif len(names) == 1:
         in_domain = IN_DOMAIN.get(first)
-    evaluated = {
-        name: evaluate(model, sources, settings, variants=variants[name], root=root, file=file)
-        for name, model in models.items()
-    }
-    results, columns = evaluated[first], {first: {title: title for title in variants[first]}}
-    gains = []
-    if several:
-        columns = headings(models, variants)
-        results = joined(evaluated, columns)
-        gains = differences(results, next(iter(columns[first].values())), in_domain)
-    if plots is not None:
-        plot_curves(results, plots)
-    methods = {
+    columns = headings(models, variants) if several else {first: {title: title for title in variants[first]}}
+    published = {
         columns[name][title]: method
         for name, model in models.items()
         for title, variant in variants[name].items()
         if (method := published_method(model.config, variant)) is not None
     }
-    return Report(results, averages(results, in_domain), gains, methods)
+    # The paper's figures of methods that train the network are not of a frozen one.
+    of_methods = {title: METHODS[of.head] for title, of in frozen.items() if not METHODS[of.head].trains_network}
+    for title, baseline in trained.items():
+        models[title] = baseline.to(choose_device(device))
+        variants[title] = {title: Variant(baseline.method.adaptation != "none", baseline.config["head"])}
+        columns[title] = {title: title}
+        of_methods[title] = type(baseline.method)
+    published |= {title: method.paper_title for title, method in of_methods.items() if method.paper_title}
+    variants[first] |= frozen
+    columns[first] |= {title: title for title in frozen}
+    evaluated = {
+        name: evaluate(model, sources, settings, variants=variants[name], root=root, file=file)
+        for name, model in models.items()
+    }
+    results, gains = evaluated[first], []
+    if several:
+        results = joined(evaluated, columns)
+        gains = differences(results, next(iter(columns[first].values())), in_domain)
+    if plots is not None:
+        plot_curves(results, plots)
+    return Report(results, averages(results, in_domain), gains, published, by_method=bool(methods))
 
 
 def open_sources(sources: Sequence[str], root: str | Path | None, size: int) -> list[ImageSource]:

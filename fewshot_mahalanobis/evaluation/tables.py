@@ -31,12 +31,15 @@ class Report:
     methods : mapping of str to str
         Heading of a column to the paper's name of that method
         (:func:`~fewshot_mahalanobis.evaluation.paper_figures.published_method`): the paper's figures are shown beside.
+    by_method : bool
+        A row for each method, the paper's figures below it, as in the paper's table 1; else a column.
     """
 
     results: Sequence[Result]
     averages: Sequence[Row] = ()
     differences: Sequence[Row] = ()
     methods: Mapping[str, str] = field(default_factory=dict)
+    by_method: bool = False
 
 
 def to_markdown(report: Report) -> str:
@@ -75,12 +78,17 @@ def _cells(report: Report) -> tuple[list[str], list[list[str]], list[list[str]]]
         + [_cell(row.accuracy.get(method), sign="+") for row in report.differences]
         for method in methods
     }
+    papers = {}
     for method, name in report.methods.items():
         figures = [published_figure(name, row) if method in row.accuracy else None for row in lines]
         if any(figures):
             cells = ["" if figure is None else str(figure) for figure in figures]
-            columns[f"paper: {name}"] = cells + [""] * len(report.differences)
+            papers[method] = f"paper: {name}", cells + [""] * len(report.differences)
     titles = [row.title for row in (*lines, *report.differences)]
+    if report.by_method:
+        pairs = [[(method, columns[method]), papers.get(method, ())] for method in methods]
+        return ["method", *titles], [[pair[0], *pair[1]] for both in pairs for pair in both if pair], []
+    columns |= dict(papers.values())
     rows = [list(cells) for cells in zip(titles, *columns.values(), strict=True)]
     return ["source", *columns], rows[: len(single)], rows[len(single) :]
 

@@ -22,11 +22,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from fewshot_mahalanobis.baselines.model import Baseline
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.networks.backbone import is_network_name
 from fewshot_mahalanobis.networks.efficientnet import LITE0
-from fewshot_mahalanobis.networks.generators import FilmGenerator, LayerGenerator
+from fewshot_mahalanobis.networks.generators import LayerGenerator
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training.lite import lite_logits
@@ -55,8 +56,12 @@ class TaskLogits(nn.Module):
                 raise ValueError("learn_scale is for the Mahalanobis head")
             self.log_scale = nn.Parameter(torch.tensor(model.head.scale, device=model.device).log())
 
-    def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
+    def forward(
+        self, support_images: Tensor, support_labels: Tensor, query_images: Tensor, classes: Tensor | None = None
+    ) -> Tensor:
         """Logits (m, k), see :class:`SimpleCNAPS`; with LITE's gradient if ``lite`` is set."""
+        if isinstance(self.model, Baseline):
+            return self.model(support_images, support_labels, query_images, classes)
         if self.lite is None:
             logits = self.model(support_images, support_labels, query_images)
         else:
@@ -106,28 +111,34 @@ def validation_due(step: int, recipe: MetaTrainRecipe) -> bool:
 def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
     """Make the model that training starts from: the backbone, with random or given adaptation networks.
 
-    ValueError if ``model`` has an unknown setting or no adaptation, or ``init`` is a checkpoint of another model.
+    Of a method of :mod:`~fewshot_mahalanobis.baselines` the backbone is trained too, if the method does so. ValueError
+    if ``model`` has an unknown setting or nothing to train, or ``init`` is a checkpoint of another model.
     """
     from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 
     # A name of ours is that of a checkpoint even where timm has it too.
     by_name = recipe.backbone == LITE0 or (recipe.backbone not in CHECKPOINTS and is_network_name(recipe.backbone))
     make: Callable[..., SimpleCNAPS] = SimpleCNAPS.from_backbone if by_name else SimpleCNAPS
-    settings = {"adaptation": "film", "beta": 1.0, **recipe.model}
-    known = [name for name in inspect.signature(make).parameters if name != "backbone"]
+    settings, given = {"adaptation": "film", "beta": 1.0, **recipe.model}, {"backbone"}
+    if recipe.method is not None:
+        if by_name or recipe.init is not None or recipe.lite is not None:
+            raise ValueError("a method is trained on the FiLM ResNet18 of a checkpoint or file, without init and lite")
+        make, settings, given = Baseline, {**recipe.model, "head": recipe.method}, {"head"}
+    known = [name for name in inspect.signature(make).parameters if name not in given]
     if unknown := sorted(set(recipe.model) - set(known)):
         raise ValueError(f"model has no setting {unknown[0]!r} (settings are {', '.join(known)})")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = make(recipe.backbone, **settings) if by_name else make(**settings)
-    if model.film_generator is None:
+    if recipe.method is None and model.film_generator is None:
         raise ValueError("a model without adaptation has nothing to meta-train")
     if recipe.init is not None:
         before = load_checkpoint(recipe.init)
         not_weights = {name: model.config[name] for name in ("head", "scale", "beta", "image_size")}
         if {**before.config, **not_weights} != model.config:
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
-        model.load_state_dict(before.state_dict())
+        start = {name: x for name, x in before.state_dict().items() if not name.startswith("feature_extractor.")}
+        model.load_state_dict({**model.state_dict(), **start})
     if by_name:
         return model
     cast(FilmResNet18, model.feature_extractor).load_state_dict(_backbone_weights(recipe.backbone))
@@ -199,7 +210,7 @@ def meta_train(
     run = RunFolder(output, asdict(recipe), main=accelerator.is_main_process, tensorboard=tensorboard)
     progress = progress and accelerator.is_main_process
     model = starting_model(recipe)
-    generator = cast(FilmGenerator, model.film_generator)
+    loss_of, card = (model.method.loss, model.card) if isinstance(model, Baseline) else (F.cross_entropy, None)
 
     opened = {
         source: open_training_source(source, root=recipe.root, size=model.image_size, lazy=lazy)
@@ -209,6 +220,8 @@ def meta_train(
     validation = {source: ValidationTasks(opened[source], recipe) for source in recipe.validation}
 
     model.to(accelerator.device).to(memory_format=torch.channels_last)
+    if isinstance(model, Baseline):
+        model.see_classes([opened[source] for source in dict.fromkeys(recipe.sources)])
     logits_of = TaskLogits(model, recipe.lite, recipe.learn_scale)
     optimizer = torch.optim.Adam([p for p in logits_of.parameters() if p.requires_grad], lr=recipe.learning_rate)
     best: dict[str, float] | None = None
@@ -245,13 +258,13 @@ def meta_train(
             # Gradients accumulate in every process and are averaged between processes with the last task of a step.
             with nullcontext() if last_task else accelerator.no_sync(network):
                 with autocast(accelerator.device, recipe.precision):
-                    logits = network(task.support_images, task.support_labels, task.query_images)
-                loss = F.cross_entropy(logits, task.query_labels)
+                    logits = network(task.support_images, task.support_labels, task.query_images, task.classes)
+                loss = loss_of(logits, task.query_labels)
                 accuracy = (logits.argmax(1) == task.query_labels).float().mean()
                 means += torch.stack([loss.detach(), accuracy]) / share
                 objective = loss / share
-                if last_task:  # the penalty counts once per step
-                    objective = objective + recipe.penalty * generator.penalty()
+                if last_task and model.film_generator is not None:  # the penalty counts once per step
+                    objective = objective + recipe.penalty * model.film_generator.penalty()
                 objective.backward()
         optimizer.step()
         mean_loss, mean_accuracy = accelerator.reduce(means, "mean").tolist()
@@ -267,7 +280,7 @@ def meta_train(
             if better_on_most(accuracies, best):
                 best = accuracies
                 if accelerator.is_main_process:
-                    save_checkpoint(model, run.path / "best", dtype=torch.float16)
+                    save_checkpoint(model, run.path / "best", dtype=torch.float16, card=card)
         run.log(step + 1, **record)
         reported = time.monotonic()
         if accelerator.is_main_process and (last or reported - saved > save_every):
@@ -281,6 +294,6 @@ def meta_train(
             saved = time.monotonic()
     model.to("cpu").eval()
     if accelerator.is_main_process:
-        save_checkpoint(model, run.path / "checkpoint", dtype=torch.float16)
+        save_checkpoint(model, run.path / "checkpoint", dtype=torch.float16, card=card)
     accelerator.wait_for_everyone()
     return model

@@ -123,6 +123,8 @@ class MetaTrainRecipe(_Checked):
         Checkpoint of the same ``model`` whose adaptation networks to start from; default: random weights.
     root : str, optional
         Folder of data sets given by name.
+    method : str, optional
+        Train this method of ``fewshot_mahalanobis.baselines.METHODS`` on the FiLM ResNet18 instead of Simple CNAPS.
     feature_scale : float
         Factor on the backbone's features, see :func:`~fewshot_mahalanobis.training.meta_train.scale_features_`.
     tasks : int
@@ -174,6 +176,7 @@ class MetaTrainRecipe(_Checked):
     model: Mapping[str, Any] = field(default_factory=dict)
     init: str | None = None
     root: str | None = None
+    method: str | None = None
     feature_scale: Positive = 1.0
     tasks: Count = 110_000
     tasks_per_step: Count = 16

@@ -22,12 +22,16 @@ from fewshot_mahalanobis.training.run import image_size_at
 
 
 class Task(NamedTuple):
-    """Images and labels of one episode: images (n, 3, s, s) in [-1, 1], labels 0 to way - 1."""
+    """Images and labels of one episode: images (n, 3, s, s) in [-1, 1], labels 0 to way - 1.
+
+    ``classes`` are the task's classes, by their numbers among those of all training sources; empty in validation.
+    """
 
     support_images: Tensor
     support_labels: Tensor
     query_images: Tensor
     query_labels: Tensor
+    classes: Tensor
 
     def to(self, device: torch.device) -> Task:
         """The same task on a device."""
@@ -65,6 +69,12 @@ class TrainingTasks(Dataset[Task]):
         for episodes in self.episodes:
             episodes.draw(0)  # fail now if the source is too small, not in a worker
         self.grey = [recipe.augment and is_grey(source) for source in sources]
+        self.first_class: dict[str, int] = {}
+        count = 0
+        for name, source in zip(recipe.sources, sources, strict=True):
+            if name not in self.first_class:
+                self.first_class[name] = count
+                count += len(source.class_names)
 
     def __len__(self) -> int:
         return self.recipe.tasks
@@ -80,7 +90,9 @@ class TrainingTasks(Dataset[Task]):
         size = image_size_at(number / len(self), self.phases)
         if self.recipe.augment:
             images = augment_task(images, size, self.grey[which], rng)
-        return _task(images, episode.support_labels[order], episode.query_labels, size)
+        task = _task(images, episode.support_labels[order], episode.query_labels, size)
+        classes = np.unique(self.sources[which].labels[episode.support])
+        return task._replace(classes=torch.from_numpy(classes + self.first_class[self.recipe.sources[which]]))
 
 
 class ValidationTasks(Dataset[Task]):
@@ -107,4 +119,5 @@ def _task(images: Tensor, support_labels: NDArray[np.int64], query_labels: NDArr
         images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
     images = images.contiguous(memory_format=torch.channels_last)
     support, query = images.split([len(support_labels), len(query_labels)])
-    return Task(support, torch.from_numpy(support_labels), query, torch.from_numpy(query_labels))
+    none = torch.empty(0, dtype=torch.int64)
+    return Task(support, torch.from_numpy(support_labels), query, torch.from_numpy(query_labels), none)

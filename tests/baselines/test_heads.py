@@ -100,7 +100,7 @@ def test_tpn_spreads_labels_to_a_fixed_point(task: tuple[Tensor, Tensor, Tensor]
     found = start.clone()
     for _ in range(5000):
         found = 0.99 * spread @ found + start
-    torch.testing.assert_close(method(*task).exp().double(), found[len(labels) :], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(method(*task).double(), found[len(labels) :], rtol=1e-3, atol=1e-6)
 
 
 def test_gaussian_protonet_weighs_images_and_directions(task: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -173,7 +173,8 @@ def test_leo_moves_codes_and_then_weights(task: tuple[Tensor, Tensor, Tensor]) -
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, method in METHODS.items() if method.needs_training or method.trains_network]
+    "name",
+    sorted(METHODS.keys() - {"knn", "finetune", "maml"}),  # first order from zero: no gradient to the support features
 )
 def test_every_weight_gets_a_gradient(name: str, task: tuple[Tensor, Tensor, Tensor]) -> None:
     features, labels, queries = task
@@ -183,6 +184,5 @@ def test_every_weight_gets_a_gradient(name: str, task: tuple[Tensor, Tensor, Ten
     for weight in method.parameters():
         assert weight.grad is not None
         assert weight.grad.isfinite().all()
-    if name != "maml":  # first order, from zero: nothing is known of how features moved the layer
-        assert features.grad is not None
-        assert features.grad.abs().max() > 0
+    assert features.grad is not None
+    assert features.grad.abs().max() > 0
