@@ -30,8 +30,7 @@ from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.evaluation.result import Accuracy
 from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.heads import AutoHead, Head
-from fewshot_mahalanobis.looks import looks_of
-from fewshot_mahalanobis.rejection import outlier_score
+from fewshot_mahalanobis.rejection import looks_of, outlier_score
 
 QUERIES = 3
 #: Far queries from each other set, and the rate of false rejections.
@@ -84,11 +83,13 @@ def collect(
 def excess(head: Head, episode: dict[str, Any], alone: bool) -> Array:
     """Outlier scores of an episode's queries, by the head alone or all looks, less the threshold."""
     labels = torch.from_numpy(episode["y"])
-    support, queries = ([torch.from_numpy(episode[name][part]) for name in ("adapted", "frozen")] for part in (0, 1))
-    looks = looks_of(head, support[0], support)[: 1 if alone else None]
+    support, queries = (
+        looks_of(head, *(torch.from_numpy(episode[name][part]) for name in ("adapted", "adapted", "frozen")))
+        for part in (0, 1)
+    )
+    looks = support[: 1 if alone else None]
     found = calibrate(looks, labels, temperature=1.0, false_rejection_rate=RATE, reject=True)
-    at_queries = looks_of(head, queries[0], queries)
-    logits = [look(x, labels, q) for (look, x), (_, q) in zip(looks, at_queries, strict=False)]
+    logits = [look.head(look.features, labels, at.features) for look, at in zip(looks, queries, strict=False)]
     assert found.threshold is not None
     return outlier_score(logits, found.units).numpy() - found.threshold
 

@@ -120,7 +120,7 @@ def outlier_scores(
     tied_distance = np.stack([tied.squared_distance(torch.from_numpy(x - mean))[:, 0].numpy() for mean in model.means_])
     neighbours = NearestNeighbors(n_neighbors=3).fit(support).kneighbors(x)[0]
     return {
-        "outlier_score": model.outlier_score(x),
+        "distance": model.outlier_score(x),
         "plain Mahalanobis": tied_distance.min(axis=0),
         "relative": model.outlier_score(x) - to_background,
         "half relative": model.outlier_score(x) - to_background / 2,

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.heads import Head
-from fewshot_mahalanobis.rejection import Units, outlier_score, rejection_threshold, score_units
+from fewshot_mahalanobis.rejection import Look, Units, outlier_score, rejection_threshold, score_units
 from fewshot_mahalanobis.temperature import fit_temperature
 
 
@@ -29,7 +28,7 @@ class Calibration(NamedTuple):
 
 
 def calibrate(
-    looks: Sequence[tuple[Head[Any], Tensor]],
+    looks: Sequence[Look],
     labels: Tensor,
     *,
     temperature: float | str,
@@ -40,8 +39,8 @@ def calibrate(
 
     Parameters
     ----------
-    looks : (Head, Tensor of shape (n, d)) for each
-        The head with the features that it classifies, then what else the outlier score looks at.
+    looks : sequence of Look
+        At the support set: the head's, then what else the outlier score is made of.
     labels : int64 Tensor of shape (n,)
         0..k-1, every class with at least one example.
     temperature : float or "auto"
@@ -71,21 +70,25 @@ def calibrate(
         )
     if not paired.any() or not (reject or temperature == "auto"):
         return Calibration(1.0 if isinstance(temperature, str) else float(temperature))
-    left_out = [_left_out(head, features, labels)[paired] for head, features in (looks if reject else looks[:1])]
+    left_out = [_left_out(look, labels)[paired] for look in (looks if reject else looks[:1])]
     if isinstance(temperature, str):
         temperature = fit_temperature(left_out[0], on_cpu[paired])
     if not reject:
         return Calibration(float(temperature))
-    units = score_units(left_out) if len(left_out) > 1 else None
-    threshold = rejection_threshold(outlier_score(left_out, units), false_rejection_rate)
-    return Calibration(float(temperature), threshold, units)
+    if len(left_out) == 1:
+        return Calibration(float(temperature), rejection_threshold(outlier_score(left_out), false_rejection_rate))
+    units, n = score_units(left_out, [look.weight for look in looks]), len(left_out[0])
+    # The units are made of the left-out examples: their own squared deviations from the mean are (1 - 1 / n) s_j^2 on
+    # average, those of queries (1 + 1 / n) s_j^2.
+    scores = outlier_score(left_out, units) * math.sqrt((n + 1) / (n - 1))
+    return Calibration(float(temperature), rejection_threshold(scores, false_rejection_rate), units)
 
 
-def _left_out(head: Head[Any], features: Tensor, labels: Tensor) -> Tensor:
+def _left_out(look: Look, labels: Tensor) -> Tensor:
     """Logits (n, k) of left-out examples, float64, as far from their own class as queries are."""
     with torch.no_grad():
-        logits = head.leave_one_out_logits(features, labels).cpu().double()
-    if head.is_squared_distance:
+        logits = look.head.leave_one_out_logits(look.features, labels).cpu().double()
+    if look.head.is_squared_distance:
         # Of n_k examples with covariance S, one lies tr(Q^-1 S) (1 + 1 / (n_k - 1)) from the mean of the others on
         # average, but a query tr(Q^-1 S) (1 + 1 / n_k) from the mean of all. The ratio is 1 - 1 / n_k^2.
         own = labels.cpu()[:, None]

@@ -27,7 +27,7 @@ from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import AutoHead, Head, LinearHead, make_head
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.labels import checked_labels, label_kind
-from fewshot_mahalanobis.looks import looks_at_queries, looks_at_support, restored_networks, with_unadapted
+from fewshot_mahalanobis.looks import query_looks, restored, states_of, support_looks, with_unadapted
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.onnx_export import write_onnx, write_program
@@ -159,8 +159,6 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         self.n_jobs = n_jobs
         self.verbose = verbose
 
-    # ---------------------------------------------------------------- fitting
-
     def fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
         """Adapt to a support set and return the classifier itself. After an error it is what it was before.
 
@@ -242,7 +240,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         answers, task = output_labels(classes, self.unknown_label), networks[0]
         if calibration is None:
             calibration = calibrate(
-                looks_at_support(networks),
+                support_looks(networks),
                 task.support_labels,
                 temperature=self.temperature,
                 false_rejection_rate=self.false_rejection_rate,
@@ -264,14 +262,18 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
 
     # ---------------------------------------------------------------- queries
 
-    def predict(self, X: Any) -> NDArray[Any]:
+    def predict(self, X: Any, *, transductive: bool = False) -> NDArray[Any]:
         """Labels (m,) of query images, of the type given to ``fit``.
 
         An image whose :meth:`outlier_score` is above ``threshold_`` gets ``unknown_label``, if there is one. Images are
-        decoded, classified and dropped batch by batch, so any number of paths fits in memory. Each is classified on its
-        own. ValueError if an image cannot be used, with its name; NotFittedError before ``fit``.
+        decoded and dropped batch by batch, so any number of paths fits in memory. Each is classified on its own, with
+        ``transductive`` after all have refined the classes (page "Many queries at once"). ValueError names a bad image.
         """
-        chosen = [predict_or_reject(*seen[1:], self.threshold_) for seen in self._seen(X, "predict")]
+        found = self._seen(X, "predict")
+        if transductive:
+            x, _, scores = (torch.cat([*parts]) for parts in zip(*found, strict=True))
+            found = iter([(x, self.task_.transductive_logits(x, self.temperature_), scores)])
+        chosen = [predict_or_reject(*seen[1:], self.threshold_) for seen in found]
         return self._output_labels[np.concatenate(chosen)]
 
     def outlier_score(self, X: Any) -> NDArray[np.float64]:
@@ -283,21 +285,18 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         return torch.cat([scores.cpu() for *_, scores in self._seen(X, "outlier_score")]).numpy()
 
     def decision_function(self, X: Any) -> NDArray[np.float32]:
-        """Logits (m, k) of query images; for the Mahalanobis head -s times the squared distance to each class.
-
-        For two classes it is the log-odds (m,) of ``classes_[1]``, as scikit-learn's scorers expect.
-        """
+        """Logits (m, k), of the paper's head -s times squared distances; of two classes the log-odds (m,) of one."""
         logits = torch.cat([logits.cpu() for logits in self._logits(X, "decision_function")])
         return (logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits).numpy()
 
-    def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
+    def predict_log_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
         """Logarithms (m, k) of :meth:`predict_proba`, exact where a probability underflows."""
-        logits = torch.cat([logits.cpu() for logits in self._logits(X, "predict_proba")])
+        logits = torch.cat([logits.cpu() for logits in self._logits(X, "predict_proba", transductive)])
         return torch.log_softmax(logits.double() / self.temperature_, dim=1).numpy()
 
-    def predict_proba(self, X: Any) -> NDArray[np.float64]:
+    def predict_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
         """Probabilities (m, k) of the known classes: the softmax of the logits over T (equation 1 for T = 1)."""
-        return np.exp(self.predict_log_proba(X))
+        return np.exp(self.predict_log_proba(X, transductive=transductive))
 
     def transform(self, X: Any) -> NDArray[np.float32]:
         """Adapted features (m, d) of m images."""
@@ -305,18 +304,20 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         features = self._features(self._query_batches(X, "transform"), [self.task_])
         return torch.cat([batch.cpu() for (batch,) in features]).numpy()
 
-    def _logits(self, X: Any, name: str) -> Iterator[Tensor]:
+    def _logits(self, X: Any, name: str, transductive: bool = False) -> Iterator[Tensor]:
         check_is_fitted(self)
-        for (features,) in self._features(self._query_batches(X, name), [self.task_]):
-            yield self.task_.head_logits(features)
+        found = (features for (features,) in self._features(self._query_batches(X, name), [self.task_]))
+        if transductive:
+            return iter([self.task_.transductive_logits(torch.cat([*found]), self.temperature_)])
+        return map(self.task_.head_logits, found)
 
     def _seen(self, X: Any, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Adapted features, logits and outlier scores, batch by batch."""
         check_is_fitted(self)
+        states = [] if self._units is None else states_of(self._networks)
         for features in self._features(self._query_batches(X, name), self._networks):
-            alone = self._units is None  # nothing to tell foreign images by but the head
-            looks = [self.task_.head_logits(*features)] if alone else looks_at_queries(self._networks, features)
-            yield features[0], looks[0], outlier_score(looks, self._units)
+            logits = query_looks(self._networks, states, features)
+            yield features[0], logits[0], outlier_score(logits, self._units)
 
     def _features(self, batches: ImageBatches, networks: list[AdaptedTask]) -> Iterator[list[Tensor]]:
         size = batches.batch_size
@@ -493,14 +494,13 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         head = _head(self.head, model)
         chosen = head if state.means is None else AutoHead(state.means)
         dtype, features = choose_dtype(self.precision, model), (state.support_features, state.frozen_features)
-        networks = restored_networks(model, state.film, chosen, dtype, features, state.support_labels)
+        networks = restored(model, state.film, chosen, dtype, features, state.support_labels)
         networks[0].head = head  # which chooses anew when examples are added
         self._set_state(networks, state.classes, state.calibration, device_=model.device, model_=model)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # On the CPU, so that the pickle opens on a machine without this device, and without the folded network, which
-        # the model and the FiLM parameters give back.
+        # On the CPU, for machines without this device; the model and the FiLM parameters give back the folded network.
         state = {name: _on_cpu(value) for name, value in super().__getstate__().items()}
         if "task_" in state:
             task = self.task_
@@ -524,7 +524,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             film = None if film is None else film.to(device)
             head = model.head if head is None else head.to(device)
             dtype = choose_dtype(self.precision, model)
-            self._networks = restored_networks(model, film, head, dtype, features, labels)
+            self._networks = restored(model, film, head, dtype, features, labels)
             self.task_ = self._networks[0]
 
 

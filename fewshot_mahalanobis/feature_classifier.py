@@ -16,7 +16,8 @@ from fewshot_mahalanobis.calibration import calibrate
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.uncertain_means import choose_means_settings
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
-from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject
+from fewshot_mahalanobis.rejection import Look, outlier_score, output_labels, predict_or_reject
+from fewshot_mahalanobis.transduction import transductive_logits
 
 
 class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
@@ -183,7 +184,7 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
             raise ValueError(f'head must be "auto" or "mahalanobis", got {self.head!r}')
         fresh.means_, fresh.beta_ = fresh._state.means.numpy(), gaussians.beta
         fresh.temperature_, fresh.threshold_, _ = calibrate(
-            [(fresh._head, support)],
+            [Look(fresh._head, support)],
             targets,
             temperature=self.temperature,
             false_rejection_rate=self.false_rejection_rate,
@@ -192,10 +193,14 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         self.__dict__ = fresh.__dict__
         return self
 
-    def _logits(self, X: ArrayLike) -> torch.Tensor:
+    def _logits(self, X: ArrayLike, transductive: bool = False) -> torch.Tensor:
         check_is_fitted(self)
-        queries = validate_data(self, X, dtype=np.float64, reset=False)
-        return self._head.logits(self._state, torch.tensor(queries))
+        queries = torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
+        if not transductive:
+            return self._head.logits(self._state, queries)
+        labels = torch.from_numpy(np.searchsorted(self.classes_, self._labels))
+        support = torch.from_numpy(self._features)
+        return transductive_logits(self._head, self._state, support, labels, queries, self.temperature_)
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """Logits (n, k), for the paper's head -s (x - mu_k)^T Q_k^-1 (x - mu_k); of two second minus first (n,)."""
@@ -209,15 +214,19 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         """
         return outlier_score([self._logits(X)]).numpy()
 
-    def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """Label of the nearest class for each row, shape (n,), or ``unknown_label`` where even that is too far."""
-        logits = self._logits(X)
-        return self._output_labels[predict_or_reject(logits, outlier_score([logits]), self.threshold_)]
+    def predict(self, X: ArrayLike, *, transductive: bool = False) -> NDArray[Any]:
+        """Label of the nearest class for each row, shape (n,), or ``unknown_label`` where even that is too far.
 
-    def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+        Each row is classified on its own, with ``transductive`` after all have refined the classes (page "Many queries
+        at once").
+        """
+        scores = outlier_score([self._logits(X)])
+        return self._output_labels[predict_or_reject(self._logits(X, transductive), scores, self.threshold_)]
+
+    def predict_proba(self, X: ArrayLike, *, transductive: bool = False) -> NDArray[np.float64]:
         """Probability of each known class (equation 1, at the temperature), shape (n, k), in ``classes_``'s order."""
-        return (self._logits(X) / self.temperature_).softmax(dim=1).numpy()
+        return (self._logits(X, transductive) / self.temperature_).softmax(dim=1).numpy()
 
-    def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+    def predict_log_proba(self, X: ArrayLike, *, transductive: bool = False) -> NDArray[np.float64]:
         """Logarithms of the probabilities, shape (n, k); finite where a probability rounds to zero."""
-        return (self._logits(X) / self.temperature_).log_softmax(dim=1).numpy()
+        return (self._logits(X, transductive) / self.temperature_).log_softmax(dim=1).numpy()

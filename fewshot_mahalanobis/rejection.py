@@ -2,13 +2,13 @@
 
 The score of a query is a sum over looks at it, each standardised,
 
-    a(x) = sum_j (a_j(x) - m_j) / s_j,    a_j(x) = -max_k l_jk(x),
+    a(x) = sum_j w_j (a_j(x) - m_j) / s_j,    a_j(x) = -max_k l_jk(x),
 
 l_jk the similarity of the query to class k as look j has it. The first look is the head's, whose logits are minus
 distances (Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks",
-NeurIPS 2018), the second the cosine of adapted features to the class means. Adapted features tell the classes of a task
-apart, and lose what pictures of another kind look like; the third look is the same cosine in features of the network
-without adaptation, which keep it.
+NeurIPS 2018). The second and the third are cosines of adapted features to the class means, about zero and about the
+centre of the classes. Adapted features tell the classes of a task apart, and lose what pictures of another kind look
+like; the fourth look, the cosine in cube roots of the features of the network without adaptation, keeps it.
 
 Mean m_j, standard deviation s_j and the threshold come from the support set: each of its examples, left out of the fit,
 is a query known to belong. The threshold is the order statistic of conformal prediction (Vovk et al., "Algorithmic
@@ -21,12 +21,16 @@ import inspect
 import warnings
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
+
+from fewshot_mahalanobis.gaussians.inputs import class_means
+from fewshot_mahalanobis.heads import CosineHead, Head
 
 #: The unknown label's type and its name, by the kind of the classes' dtype; else a string.
 _WANTED: dict[str, tuple[type, str]] = {
@@ -35,35 +39,96 @@ _WANTED: dict[str, tuple[type, str]] = {
     "f": (Real, "a number"),
 }
 
+#: w_j of the unadapted look, chosen on validation classes; the others have 1.
+_WEIGHT = 2.0
 
-#: Mean m_j and standard deviation s_j of each look's score.
+#: m_j and s_j / w_j of each look.
 Units = tuple[tuple[float, float], ...]
 
 
-def outlier_score(looks: Sequence[Tensor], units: Units | None = None) -> Tensor:
+class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
+    """Logits = cos(x - c, mu_k - c), c the mean of the class means mu_k; float64."""
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> tuple[Tensor, Tensor]:
+        """M_k = mu_k - c (k, d), and c (d,), of the support features (n, d), labels (n,)."""
+        means = class_means(support_features.double(), support_labels)
+        return means - means.mean(dim=0), means.mean(dim=0)
+
+    def logits(self, state: tuple[Tensor, Tensor], query_features: Tensor) -> Tensor:
+        """Cosines (m, k) of queries (m, d)."""
+        means, centre = state
+        return F.normalize(query_features.double() - centre, dim=1) @ F.normalize(means, dim=1).T
+
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others, exactly, without n fits."""
+        means, centre = self.fit(support_features, support_labels)
+        x, y, k = support_features.double() - centre, support_labels, len(means)
+        counts = y.bincount()[y, None].double()
+        alone, own = counts == 1, F.one_hot(y, k).bool()
+        # Without x its class mean moves by -e v, v = x - M_y, and c by -e v / k; without class y c moves by
+        # -M_y / (k - 1). So M_j becomes M_j + g_j w, and x - c becomes x + a w.
+        e = 1 / (counts - 1).clamp(min=1)
+        w = torch.where(alone, means[y], x - means[y])
+        a = torch.where(alone, 1 / max(k - 1, 1), e / k)
+        g = torch.where(alone | ~own, a, a - e)
+        x = x + a * w
+        length = means.square().sum(dim=1) + 2 * g * (w @ means.T) + g.square() * w.square().sum(dim=1, keepdim=True)
+        product = x @ means.T + g * (x * w).sum(dim=1, keepdim=True)
+        scale = length.clamp(min=0).sqrt().clamp(min=1e-12) * x.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        return (product / scale).masked_fill(alone & own, -torch.inf)
+
+
+class Look(NamedTuple):
+    """One look at examples."""
+
+    head: Head[Any]
+    features: Tensor  # (n, d), which the head compares with those of the support set
+    weight: float = 1.0  # w_j
+
+
+def looks_of(head: Head[Any], head_features: Tensor, adapted: Tensor, unadapted: Tensor) -> list[Look]:
+    """All looks at examples, by the features (n, d) that the head classifies, by adapted and by unadapted features.
+
+    Without an adapted network the last two are the same.
+    """
+    roots = unadapted.sign() * unadapted.abs().pow(1 / 3)  # a few large features no longer decide the cosine
+    return [
+        Look(head, head_features),
+        Look(CosineHead(), adapted),
+        Look(CentredCosineHead(), adapted),
+        Look(CosineHead(), roots, _WEIGHT),
+    ]
+
+
+def outlier_score(logits: Sequence[Tensor], units: Units | None = None) -> Tensor:
     """Outlier score (m,) of each query, float64; larger is farther from all classes.
 
     Parameters
     ----------
-    looks : Tensors of shape (m, k)
-        Logits of the queries, the head's first.
+    logits : Tensors of shape (m, k)
+        Of each look, the head's first.
     units : optional
         By :func:`score_units`. Without them the score is that of the head alone, minus the largest logit: for a
         Mahalanobis head s times the squared distance to the nearest class.
     """
-    scores = [-logits.double().amax(dim=1) for logits in looks]  # a_j(x)
+    scores = [-look.double().amax(dim=1) for look in logits]  # a_j(x)
     if units is None:
         return scores[0]
-    return sum(((a - mean) / std for a, (mean, std) in zip(scores, units, strict=True)), torch.zeros_like(scores[0]))
+    parts = [(a - mean) / unit for a, (mean, unit) in zip(scores, units, strict=True)]
+    return torch.stack(parts).sum(dim=0)
 
 
-def score_units(looks: Sequence[Tensor]) -> Units:
-    """Mean and standard deviation of the scores of left-out examples (n of at least 2), by their logits (n, k).
+def score_units(logits: Sequence[Tensor], weights: Sequence[float]) -> Units:
+    """m_j and s_j / w_j of each look, by its logits (n, k) of left-out examples, of which it takes two.
 
-    Where all scores are equal, as those of copies, the deviation is 1.
+    Where all scores are equal but for rounding, as cosines of copies, s_j is 1.
     """
-    scores = [outlier_score([logits]) for logits in looks]
-    return tuple((float(a.mean()), float(a.std()) or 1.0) for a in scores)
+    units = []
+    for look, weight in zip(logits, weights, strict=True):
+        score = outlier_score([look])
+        mean, std = float(score.mean()), float(score.std())
+        units.append((mean, (std if std > 1e-6 * abs(mean) else 1.0) / weight))
+    return tuple(units)
 
 
 def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:

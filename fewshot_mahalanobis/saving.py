@@ -352,7 +352,7 @@ def _state(
         tensors["support_features"],
         labels,
         classes,
-        _calibration(header, looks=3 + ("frozen_features" in tensors)),
+        _calibration(header),
         header.means,
         tensors.get("frozen_features"),
     )
@@ -368,7 +368,7 @@ def _classes(labels: Labels) -> NDArray[Any]:
     return array
 
 
-def _calibration(header: Header, looks: int) -> Calibration:
+def _calibration(header: Header) -> Calibration:
     check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)
     check_steps(header.parameters.refine)
     temperature, threshold = header.calibration.temperature, header.calibration.threshold
@@ -377,10 +377,11 @@ def _calibration(header: Header, looks: int) -> Calibration:
     unknown = header.parameters.unknown_label
     if (threshold is None) != (unknown is None) or (threshold and not math.isfinite(threshold)):
         raise ValueError(f"a threshold of {threshold} with unknown_label={unknown!r}")
-    units = header.calibration.units  # none in files from before, whose score was the head's
-    sound = (looks == 3) if units is None else (threshold is not None and len(units) == looks)
-    if not sound or not all(math.isfinite(mean) and 0 < std < math.inf for mean, std in units or ()):
-        raise ValueError(f"units {units} of an outlier score of {looks} parts")
+    units = header.calibration.units  # none in a file from before, whose score was the head's
+    if units is not None and (
+        threshold is None or len(units) != 4 or not all(math.isfinite(m) and 0 < s < math.inf for m, s in units)
+    ):
+        raise ValueError(f"an outlier score with units {units}")
     return Calibration(temperature, threshold, units)
 
 

@@ -27,10 +27,16 @@ from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.looks import CentredCosineHead
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.predictions import predict_all
-from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject, rejection_threshold
+from fewshot_mahalanobis.rejection import (
+    CentredCosineHead,
+    Look,
+    outlier_score,
+    output_labels,
+    predict_or_reject,
+    rejection_threshold,
+)
 from fewshot_mahalanobis.saving import save_classifier
 from fewshot_mahalanobis.temperature import fit_temperature
 from tests import reference
@@ -154,6 +160,8 @@ def naive_cosine(x: NDArray[np.float64], mean: NDArray[np.float64]) -> float:
 
 def naive_look(name: str, x: NDArray[np.float64], support: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
     """Minus the largest cosine of one image to a class mean."""
+    if name == "frozen":
+        x, support = np.cbrt(x), np.cbrt(support)
     means = [np.mean(support[labels == label], axis=0) for label in np.unique(labels)]
     centre = np.mean(means, axis=0) if name == "centred" else 0.0
     return -max(naive_cosine(x - centre, mean - centre) for mean in means)
@@ -169,13 +177,13 @@ class NaiveOutlierScore:
         self.support = self.features(images)
         left_out = [self.scores(i) for i in range(len(labels)) if np.sum(self.labels == self.labels[i]) > 1]
         self.mean, self.std = np.mean(left_out, axis=0), np.std(left_out, axis=0, ddof=1)
-        self.left_out = np.sum((np.array(left_out) - self.mean) / self.std, axis=1)
+        self.std[3] /= 2  # the weight of the unadapted look
+        n = len(left_out)  # whose units were made of themselves
+        self.left_out = np.sum((np.array(left_out) - self.mean) / self.std, axis=1) * np.sqrt((n + 1) / (n - 1))
 
     def features(self, images: Any) -> dict[str, NDArray[np.float64]]:
         adapted = self.classifier.transform(images).astype(np.float64)
-        found = {"adapted": adapted, "centred": adapted}
-        frozen = self.unadapted.transform(images).astype(np.float64)
-        return found if np.allclose(frozen, adapted) else {**found, "frozen": frozen}
+        return {"adapted": adapted, "centred": adapted, "frozen": self.unadapted.transform(images).astype(np.float64)}
 
     def scores(self, i: int, queries: dict[str, NDArray[np.float64]] | None = None) -> list[float]:
         """Of query i; of support image i left out if there are no queries."""
@@ -219,7 +227,7 @@ def test_the_outlier_score_of_images_is_the_sum_of_what_all_looks_say(head: str,
     )
     images, labels, queries = pictures(9, 1), [*LABELS, "alone"], pictures(5, 2)
     naive = NaiveOutlierScore(classifier.fit(images, labels), model, images, labels)
-    assert ("frozen" in naive.support) == adapt
+    assert np.allclose(naive.support["adapted"], naive.support["frozen"], rtol=0.01) != adapt
     np.testing.assert_allclose(classifier.outlier_score(queries), naive(queries), rtol=2e-3, atol=2e-3)
     assert classifier.threshold_ == pytest.approx(np.quantile(naive.left_out, 0.75, method="weibull"), rel=1e-2)
     rejected = naive(queries) > classifier.threshold_
@@ -250,15 +258,16 @@ def test_copies_of_one_picture_for_each_class_leave_a_finite_score() -> None:
     assert classifier.predict(images[::2]).tolist() == ["a", "b"]
 
 
-def test_unadapted_features_are_not_there_where_unknown_images_were_not_asked_for_at_first() -> None:
-    """The score then does without; a fit brings it back."""
+def test_unknown_images_that_are_asked_for_after_the_fit_are_told_by_adapted_features() -> None:
+    """There are no others of the first images; a fit brings them."""
     images = pictures(8, 1)
     classifier = SimpleCNAPSClassifier(adapting_model(), device="cpu", precision="float32").fit(images, LABELS)
     classifier.set_params(unknown_label="none", false_rejection_rate=0.3)
-    assert len(classifier.partial_fit(images[:3], LABELS[:3])._units) == 3
-    assert len(classifier.fit(images, LABELS)._units) == 4
+    assert len(classifier.partial_fit(images[:3], LABELS[:3])._networks) == 1
+    assert np.isfinite(classifier.outlier_score(images)).all()
+    assert len(classifier.fit(images, LABELS)._networks) == 2
     classifier.set_params(unknown_label=None).partial_fit(images[:3], LABELS[:3])
-    assert classifier.threshold_ is None
+    assert (classifier.threshold_, len(classifier._networks)) == (None, 1)
     expected = -classifier.task_.logits(batch_of(images)).amax(dim=1)
     np.testing.assert_allclose(classifier.outlier_score(images), expected, rtol=1e-6)
 
@@ -292,7 +301,7 @@ def test_a_file_from_before_the_sum_keeps_the_head_s_score(tmp_path: Path) -> No
     assert loaded.threshold_ == 2.5
     np.testing.assert_allclose(loaded.outlier_score(queries), -loaded.task_.logits(batch_of(queries)).amax(dim=1))
     loaded.partial_fit(pictures(3, 5), LABELS[:3])  # by what there is: the head and adapted features
-    assert len(loaded._units) == 3
+    assert len(loaded._units) == 4
 
 
 def test_probabilities_are_the_softmax_of_the_logits_over_the_temperature() -> None:
@@ -539,9 +548,14 @@ def test_what_is_saved_is_what_was_fitted_whatever_was_set_since(model: SimpleCN
         ("calibration", "threshold", None, "threshold of None with unknown_label='none of these'"),
         ("calibration", "threshold", True, r"calibration\.threshold"),
         ("calibration", "extra", 1.0, "unknown field `extra`"),
-        ("calibration", "units", [[0.0, 1.0]], "outlier score of 3 parts"),
-        ("calibration", "units", [[0.0, 1.0], [0.0, 0.0], [0.0, 1.0]], "outlier score of 3 parts"),
-        ("calibration", "units", [[0.0, 1.0], [float("nan"), 1.0], [0.0, 1.0]], "outlier score of 3 parts"),
+        ("calibration", "units", [[0.0, 1.0]], "an outlier score with units"),
+        ("calibration", "units", [[0.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]], "an outlier score with units"),
+        (
+            "calibration",
+            "units",
+            [[0.0, 1.0], [float("nan"), 1.0], [0.0, 1.0], [0.0, 1.0]],
+            "an outlier score with units",
+        ),
         ("parameters", "unknown_label", None, "with unknown_label=None"),
         ("parameters", "unknown_label", 3, "give a string"),
         ("parameters", "unknown_label", "red", "label of a class"),
@@ -592,7 +606,7 @@ def test_nothing_is_left_out_where_nothing_is_asked_for() -> None:
             raise AssertionError("leaving out costs as much as two fits")
 
     features, labels, _ = make_task(3, [2, 2], 4)
-    looks = [(Unasked(), features)]
+    looks = [Look(Unasked(), features)]
     assert calibrate(looks, labels, temperature=2.0, false_rejection_rate=0.05, reject=False) == (2.0, None, None)
 
 
