@@ -8,7 +8,7 @@ fixed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,11 +85,24 @@ def film_batch_norm(bn: nn.BatchNorm2d, x: Tensor, film: tuple[Tensor, Tensor]) 
     return F.batch_norm(x, bn.running_mean, bn.running_var, weight, bias, training=False, eps=bn.eps)
 
 
-class FoldedConv(nn.Module):
-    """A convolution with bias that computes gamma * bn(conv(x)) + beta, ``bn`` in inference mode.
+#: Activation -> its name and its numbers in oneDNN, and the function, in place.
+_ACTIVATIONS: dict[str, tuple[str, list[float], Callable[[Tensor], Tensor]]] = {
+    "none": ("none", [], lambda x: x),
+    "relu": ("relu", [], F.relu_),
+    "relu6": ("hardtanh", [0.0, 6.0], lambda x: F.hardtanh_(x, 0.0, 6.0)),
+}
 
-    Its weights are channels_last, in ``dtype`` if that is given. Not an ``nn.Conv2d``, which would draw initial
-    weights: that takes longer than folding.
+
+class FoldedConv(nn.Module):
+    """A convolution, the BatchNorm behind it, FiLM, a shortcut and an activation as one convolution with bias.
+
+    It computes activation(gamma * bn(conv(x)) + beta + shortcut), ``bn`` in inference mode. Its weights are
+    channels_last, in ``dtype`` if that is given. Not an ``nn.Conv2d``, which would draw initial weights: that takes
+    longer than folding.
+
+    A convolution of stride 2 with TensorFlow's "same" padding pads both ends of an odd side alike. Of an even side it
+    pads one less at the start, which a kernel with a row of zeros before the first, at equal padding, does too, without
+    a padded copy of the maps.
     """
 
     @torch.no_grad()
@@ -99,21 +112,57 @@ class FoldedConv(nn.Module):
         bn: nn.BatchNorm2d,
         film: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype | None = None,
+        activation: str = "none",
     ) -> None:
         super().__init__()
-        scale, shift = _scale_and_shift(bn)
-        if film is not None:
-            gamma, beta = film[0].double(), film[1].double()
-            scale, shift = scale * gamma, shift * gamma + beta
-        dtype = dtype or conv.weight.dtype
-        weight = conv.weight * scale.to(conv.weight.dtype)[:, None, None, None]
-        self.weight = nn.Parameter(weight.to(dtype, memory_format=torch.channels_last), requires_grad=False)
-        self.bias = nn.Parameter(shift.to(dtype), requires_grad=False)
-        self.stride, self.padding = conv.stride, conv.padding
+        weight, bias = _folded(conv, bn, film)
+        self.stride, self.padding, self.groups, self.activation = conv.stride, conv.padding, conv.groups, activation
+        self.pads_by_size = _pads_by_size(conv)
+        if self.pads_by_size:
+            weight, self.padding = F.pad(weight, (1, 0, 1, 0)), (conv.kernel_size[0] // 2, conv.kernel_size[1] // 2)
+        weight = weight.to(dtype or weight.dtype, memory_format=torch.channels_last)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding)
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        """Maps (n, C_in, h, w), and maps to be added (n, C, h', w') -> maps (n, C, h', w')."""
+        weight = self.weight
+        if self.pads_by_size:
+            weight = weight[:, :, x.shape[2] % 2 :, x.shape[3] % 2 :]
+        name, numbers, activate = _ACTIVATIONS[self.activation]
+        if (name != "none" or shortcut is not None) and _fuses(x):
+            settings = weight, self.bias, self.padding, self.stride, (1, 1), self.groups
+            if shortcut is None:
+                return torch.ops.mkldnn._convolution_pointwise(x, *settings, name, numbers, "")
+            unary = None if name == "none" else name
+            return torch.ops.mkldnn._convolution_pointwise.binary(
+                x, shortcut, *settings, "add", 1.0, unary, numbers, ""
+            )
+        y = F.conv2d(x, weight, self.bias, self.stride, self.padding, 1, self.groups)
+        return activate(y if shortcut is None else y.add_(shortcut))
+
+
+def _fuses(x: Tensor) -> bool:
+    """Whether oneDNN can do convolution, sum and activation in one pass over the maps, by what ``torch.compile`` calls.
+
+    No gradient passes that, and no exported graph has it.
+    """
+    if x.device.type != "cpu" or x.requires_grad or torch.compiler.is_compiling():
+        return False
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_convolution_pointwise"):
+        return False
+    return x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _folded(conv: nn.Conv2d, bn: nn.BatchNorm2d, film: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the convolution that computes gamma * bn(conv(x)) + beta."""
+    scale, shift = _scale_and_shift(bn)
+    if conv.bias is not None:
+        shift = shift + conv.bias.double() * scale
+    if film is not None:
+        gamma, beta = film[0].double(), film[1].double()
+        scale, shift = scale * gamma, shift * gamma + beta
+    return conv.weight * scale.to(conv.weight.dtype)[:, None, None, None], shift.to(conv.weight.dtype)
 
 
 def _scale_and_shift(bn: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
@@ -163,41 +212,18 @@ def fold_network(
         conv, norm = folded.get_submodule(conv_name), folded.get_submodule(norm_name)
         assert isinstance(conv, nn.Conv2d)
         assert isinstance(norm, nn.BatchNorm2d)
-        scale, shift = _scale_and_shift(norm)
-        if conv.bias is not None:
-            shift = shift + conv.bias.double() * scale
-        weight = conv.weight * scale.to(conv.weight.dtype)[:, None, None, None]
-        conv.weight = nn.Parameter(weight, requires_grad=False)
-        conv.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=False)
         if _pads_by_size(conv):
-            folded.set_submodule(conv_name, FoldedSameConv(conv))
+            folded.set_submodule(conv_name, FoldedConv(conv, norm))
+        else:
+            conv.weight, conv.bias = (nn.Parameter(x, requires_grad=False) for x in _folded(conv, norm))
         folded.set_submodule(norm_name, _activation_of(norm))
     return folded
 
 
 def _pads_by_size(conv: nn.Conv2d) -> bool:
-    """Whether it is timm's convolution with TensorFlow's "same" padding, of a kind that :class:`FoldedSameConv` is."""
+    """Whether it is timm's convolution with TensorFlow's "same" padding, of a kind that :class:`FoldedConv` knows."""
     plain = conv.stride == (2, 2) and conv.dilation == (1, 1) and conv.kernel_size[0] == conv.kernel_size[1]
     return type(conv).__name__ == "Conv2dSame" and plain and conv.kernel_size[0] % 2 == 1
-
-
-class FoldedSameConv(nn.Module):
-    """A convolution of stride 2 with TensorFlow's "same" padding, without a padded copy of its input.
-
-    Of an odd side, "same" pads both ends alike. Of an even side it pads one less at the start, which a kernel with a
-    row of zeros before the first, at equal padding, does too. The copies take a fifth of EfficientNet-Lite0's time.
-    """
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        weight = F.pad(conv.weight, (1, 0, 1, 0)).contiguous(memory_format=torch.channels_last)
-        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), conv.bias
-        self.padding, self.groups = conv.kernel_size[0] // 2, conv.groups
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
-        top, left = x.shape[2] % 2, x.shape[3] % 2
-        return F.conv2d(x, self.weight[:, :, top:, left:], self.bias, 2, self.padding, 1, self.groups)
 
 
 def _activation_of(norm: nn.BatchNorm2d) -> nn.Module:

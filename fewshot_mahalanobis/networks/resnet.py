@@ -130,8 +130,8 @@ class FoldedBlock(nn.Module):
 
     def __init__(self, block: FilmBlock, film: Film | None, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.conv1 = FoldedConv(block.conv1, block.bn1, None if film is None else film["bn1"], dtype)
-        self.conv2 = FoldedConv(block.conv2, block.bn2, None if film is None else film["bn2"], dtype)
+        self.conv1 = FoldedConv(block.conv1, block.bn1, None if film is None else film["bn1"], dtype, "relu")
+        self.conv2 = FoldedConv(block.conv2, block.bn2, None if film is None else film["bn2"], dtype, "relu")
         self.downsample: nn.Module = nn.Identity()
         if isinstance(block.downsample, nn.Sequential):
             conv, bn = cast("tuple[nn.Conv2d, nn.BatchNorm2d]", tuple(block.downsample))
@@ -139,8 +139,7 @@ class FoldedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
-        out = self.conv2(F.relu_(self.conv1(x)))
-        return F.relu_(out.add_(self.downsample(x)))  # in place, as in FilmBlock
+        return self.conv2(self.conv1(x), self.downsample(x))
 
 
 class FoldedResNet18(nn.Module):
@@ -150,7 +149,7 @@ class FoldedResNet18(nn.Module):
 
     def __init__(self, network: FilmResNet18, film: Film | None, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.stem = FoldedConv(network.conv1, network.bn1, dtype=dtype)
+        self.stem = FoldedConv(network.conv1, network.bn1, dtype=dtype, activation="relu")
         self.blocks = nn.Sequential(
             *(
                 FoldedBlock(block, None if film is None else film.within(f"layers.{index}.{number}"), dtype)
@@ -161,4 +160,4 @@ class FoldedResNet18(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (n, 3, h, w) in [-1, 1] -> features (n, 512), float32."""
-        return self.blocks(F.relu_(self.stem(images))).float().mean(dim=(2, 3))
+        return self.blocks(self.stem(images)).float().mean(dim=(2, 3))
