@@ -20,12 +20,15 @@ BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 NAMES = (
     "startup",
     "task",
+    "checkpoints",
     "head",
     "streaming",
     "scaling",
     "export",
     "compile",
     "peers",
+    "unbalanced",
+    "calibration",
     "precision",
     "ray_labelling",
     "meta_training",
@@ -35,7 +38,9 @@ NAMES = (
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all if none is given")
-    parser.add_argument("--data", type=Path, help="folder of image sets, for peers and precision", default=_data())
+    parser.add_argument("--data", type=Path, help="folder of image sets, for benchmarks of accuracy", default=_data())
+    parser.add_argument("--episodes", type=int, help="of each set and task, for benchmarks of heads", default=100)
+    parser.add_argument("--checkpoint", help="whose adapted features, for benchmarks of heads", default="default")
     parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
     parser.add_argument("--quick", action="store_true", help="the smallest of each, once: shows that it works")
     chosen = parser.parse_args(arguments)
@@ -44,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     print(machine())
     for name in names:
-        record = Record(name, None if chosen.quick else RESULTS, chosen.quick, chosen.data)
+        folder = None if chosen.quick else RESULTS
+        record = Record(name, folder, chosen.quick, chosen.data, chosen.episodes, chosen.checkpoint)
         if not chosen.again:
             record.read()
         record.tables = importlib.import_module(f"benchmarks.{name}").run(record)

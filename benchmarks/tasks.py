@@ -30,13 +30,13 @@ def drawn_images(n: int, size: int = 84, seed: int = 0) -> NDArray[np.uint8]:
     return np.clip(smooth + rng.integers(-12, 13, (n, size, size, 3)), 0, 255).astype(np.uint8)
 
 
-def image_sets(folder: Path) -> dict[str, ImageSource]:
+def image_sets(folder: Path, size: int = 84) -> dict[str, ImageSource]:
     """The image sets of a folder, one zip each, by the split of classes that is kept for evaluation."""
     sources = {}
     for path in sorted(folder.glob("*.zip")):
         for split in (":test", ":train", ""):
             try:
-                source = load_source(f"{path}{split}", lazy=True)
+                source = load_source(f"{path}{split}", size=size, lazy=True)
             except ValueError:  # no such split
                 continue
             sources[source.name] = source

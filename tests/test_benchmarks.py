@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import mmap
 import re
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import LogisticRegression
 
 from benchmarks import __main__ as command
-from benchmarks import plain, scaling, startup, timing
+from benchmarks import calibration, plain, scaling, startup, timing
+from benchmarks.feature_peers import in_support_span, lda_scores
+from benchmarks.feature_tasks import Features, measure
 from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_features
 from fewshot_mahalanobis import MahalanobisHead, SimpleCNAPS
+from fewshot_mahalanobis.episodes.sampling import Episode
+from tests.drawn_tasks import make_task
 
 
 def test_the_plain_loop_over_classes_gives_the_logits_of_the_head() -> None:
@@ -102,3 +110,68 @@ def test_the_time_to_start_is_split_by_package() -> None:
     assert "torch" not in seconds
     assert 0 < sum(seconds.values()) < 60
     assert 0 < startup.processor_seconds(("-c", "pass")) < 60
+
+
+@pytest.mark.parametrize(("shots", "d"), [([3, 5, 4], 40), ([2, 9, 30], 7), ([1, 6, 2], 30)])
+def test_lda_of_few_examples_is_that_of_scikit_learn(shots: list[int], d: int) -> None:
+    x, y, queries = (part.numpy() for part in make_task(0, shots, d, queries=20))
+    x[:, 0] = 1.0  # a constant feature
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one example's covariance
+        peer = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(x.astype(np.float64), y)
+    np.testing.assert_allclose(lda_scores(x, y, queries), peer.decision_function(queries), rtol=1e-6, atol=1e-6)
+
+
+def test_logistic_regression_needs_the_span_of_the_support_set_alone() -> None:
+    x, y, queries = (part.double().numpy() for part in make_task(0, [3, 5, 4], 40, queries=20))
+    reduced = in_support_span(x, queries)
+    assert reduced[0].shape == (12, 12)
+    for c in (0.01, 1.0, 100.0):
+        peer = LogisticRegression(C=c, tol=1e-10, max_iter=10_000)
+        expected = peer.fit(x, y).predict_proba(queries)
+        np.testing.assert_allclose(peer.fit(reduced[0], y).predict_proba(reduced[1]), expected, atol=1e-6)
+
+
+class Counted:
+    """Features that are indices of images; counts the episodes it was asked for."""
+
+    name, size = "counted", 84
+
+    def __init__(self) -> None:
+        self.episodes = 0
+
+    def __call__(self, source: object, episode: Episode) -> Features:
+        self.episodes += 1
+        support, query = (part[:, None].astype(np.float32) for part in (episode.support, episode.query))
+        return Features(support, episode.support_labels, query, episode.query_labels)
+
+    def done(self, source: object) -> None:
+        pass
+
+
+def test_episodes_are_measured_in_blocks_and_more_of_them_later(tmp_path: Path) -> None:
+    extractor, source = Counted(), SimpleNamespace(name="set/test")
+
+    def drawn(index: int) -> list[Episode]:
+        return [Episode(np.array([index]), np.array([0]), np.array([index]), np.array([0]))]
+
+    def measured(episodes: int) -> dict[str, list[float]]:
+        record = Record("a", tmp_path, episodes=episodes).read()
+        return measure(record, extractor, source, "task", drawn, lambda e: {"index": float(e[0].query[0, 0])})
+
+    assert measured(20) == {"index": [float(i) for i in range(20)]}
+    assert extractor.episodes == 20
+    assert measured(30) == {"index": [float(i) for i in range(30)]}
+    assert extractor.episodes == 30
+    assert measured(10) == {"index": [float(i) for i in range(10)]}
+
+
+def test_the_calibration_error_is_that_of_its_definition() -> None:
+    rng = np.random.default_rng(0)
+    confidence, correct = rng.uniform(0.2, 1, 500), rng.uniform(size=500) < 0.7
+    expected = 0.0
+    for low in range(calibration.BINS):
+        inside = (confidence >= low / calibration.BINS) & (confidence < (low + 1) / calibration.BINS)
+        if inside.any():
+            expected += inside.mean() * abs(confidence[inside].mean() - correct[inside].mean())
+    assert calibration.expected_calibration_error(confidence, correct) == pytest.approx(expected)
