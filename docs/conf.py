@@ -32,7 +32,10 @@ autosummary_generate = True
 numpydoc_show_class_members = False
 toc_object_entries_show_parents = "hide"
 # What scikit-learn adds for its metadata routing is documented there.
-autodoc_default_options = {"exclude-members": "set_partial_fit_request, set_score_request"}
+autodoc_default_options = {
+    "exclude-members": "set_partial_fit_request, set_score_request, set_predict_request, "
+    "set_predict_proba_request, set_predict_log_proba_request"
+}
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars say nothing on a page
 sphinx_gallery_conf = {

@@ -15,6 +15,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _RENAMES = (
     (r"^set_encoder\.pre_pooling_fn\.layer(\d)\.0\.", lambda m: f"set_encoder.convs.{int(m[1]) - 1}."),
     (r"^set_encoder\.pre_pooling_fn\.layer(\d)\.1\.", lambda m: f"set_encoder.norms.{int(m[1]) - 1}."),
+    (r"^set_encoder\.sequential_encoder\.", lambda m: "set_encoder.lstm."),
     (r"^feature_extractor\.layer(\d)\.", lambda m: f"feature_extractor.layers.{int(m[1]) - 1}."),
     (r"^feature_adaptation_network\.", lambda m: "film_generator."),
     (r"\.shared_layer_post\.", lambda m: ".shared_post."),
@@ -55,18 +56,18 @@ def convert_published_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[st
             for key, value in state_dict.items()
             if _RESNET_KEY.match(key)  # its ImageNet classifier is left behind
         }
-    if any(key.startswith("set_encoder.sequential_encoder.") for key in state_dict):
-        raise ValueError("these are weights of Transductive CNAPS, which this version does not support")
     if "feature_extractor.conv1.weight" not in state_dict:
         raise ValueError("no published model has these keys: 'feature_extractor.conv1.weight' is not among them")
     adapts = any(key.startswith("feature_adaptation_network.layers.") for key in state_dict)
     autoregressive = "feature_adaptation_network.layers.0.shared_layer_post.0.weight" in state_dict
     linear = any(key.startswith("classifier_adaptation_network.") for key in state_dict)
+    transductive = "set_encoder.sequential_encoder.weight_ih_l0" in state_dict
     config = {
         "adaptation": "auto-regressive" if autoregressive else "film" if adapts else "none",
         "head": "linear" if linear else "mahalanobis",
         "scale": 1.0,
-        "one_shot_covariance": "published",
+        # Weighted covariances have no other divisor than N_k, and that of one example is zero.
+        **({"task_encoder": "transductive"} if transductive else {"one_shot_covariance": "published"}),
     }
     weights: dict[str, Tensor] = {}
     for key, value in state_dict.items():

@@ -273,7 +273,7 @@ def _read_settings(path: Path, model_class: type[SavedModel]) -> dict[str, Any]:
 def _settings_type(model_class: type[SavedModel]) -> type[msgspec.Struct]:
     """A record with a field for each argument of the model; the backbone stands by its description."""
     hints = get_type_hints(model_class.__init__)
-    optional = {"encoder_size": int, "backbone": _BackboneDescription}
+    optional = {"encoder_size": int, "task_encoder": str, "backbone": _BackboneDescription}
     required = [(name, hints[name]) for name in inspect.signature(model_class).parameters if name not in optional]
     rest = [(name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in optional.items()]
     return msgspec.defstruct("Settings", [*required, *rest], forbid_unknown_fields=True)

@@ -66,8 +66,10 @@ def _published(
     size: int,
     adaptation: str,
     trained_on: str,
+    transductive: bool = False,
     accuracies: Mapping[str, tuple[float, float]] | None = None,
 ) -> CheckpointRecord:
+    own = {"task_encoder": "transductive", "one_shot_covariance": "zero"} if transductive else {}
     return CheckpointRecord(
         name=name,
         url=_PUBLISHED.format(revision=_PUBLISHED_REVISION, path=path),
@@ -77,7 +79,7 @@ def _published(
         licence="MIT",
         image_size=84,
         trained_on=trained_on,
-        settings={"adaptation": adaptation, **_PUBLISHED_SETTINGS},
+        settings={"adaptation": adaptation, **_PUBLISHED_SETTINGS, **own},
         accuracies=accuracies or {},
     )
 
@@ -198,6 +200,15 @@ _RECORDS = (
             "CIFAR10": (69.9, 0.8),
             "CIFAR100": (53.6, 1.0),
         },
+    ),
+    _published(
+        "transductive-cnaps-meta-dataset",  # Bateni et al., WACV 2022
+        "meta-dataset-checkpoints/best_transductive_cnaps.pt",
+        "f24f5c7cbe27ea5dda6ad0d262f350d46bddca7c",
+        size=79_391_432,
+        adaptation="film",
+        trained_on=_META_DATASET,
+        transductive=True,
     ),
     _published(
         "no-adaptation-meta-dataset",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.backbone import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.transduction import transductive_logits
 
 #: Pixels at a time: larger CPU batches make every layer allocate fresh, zeroed pages.
 MAX_CPU_PIXELS = 32 * 84 * 84
@@ -81,6 +82,11 @@ class AdaptedTask:
     def head_logits(self, features: Tensor) -> Tensor:
         """Logits (m, k) of adapted features (m, 512)."""
         return self.head.logits(self._state, self.head_features(features.to(self._device)))
+
+    def transductive_logits(self, features: Tensor, temperature: float = 1.0) -> Tensor:
+        """Logits (m, k) of all queries' adapted features (m, d), by classes that these refine (``transduction.py``)."""
+        support, queries = (self.head_features(f.to(self._device)) for f in (self.support_features, features))
+        return transductive_logits(self.head, self._state, support, self.support_labels, queries, temperature)
 
     def logits(self, query_images: Tensor, batch_size: int = 64) -> Tensor:
         """Logits (m, k) of query images (m, 3, h, w) in [-1, 1]; their softmax is equation 1."""

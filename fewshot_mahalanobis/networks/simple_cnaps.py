@@ -10,6 +10,7 @@ Metric ablations    ``head="euclidean" | "manhattan" | "cosine" | "dot_product"`
 Simple CNAPS -TR    ``task_covariance=False``
 Simple CNAPS +P     ``projection=True``
 CNAPS, AR-CNAPS     ``head="linear"``
+Transductive CNAPS  ``task_encoder="transductive"``
 Equation 2 as is    ``scale=0.5``
 ==================  ========================================================
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -33,19 +34,21 @@ from fewshot_mahalanobis.checkpoints.format import save_checkpoint
 from fewshot_mahalanobis.checkpoints.hub import load_pretrained
 from fewshot_mahalanobis.checkpoints.lite_state_dict import convert_lite_state_dict, is_lite
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import Head, make_head
+from fewshot_mahalanobis.heads import Head, MahalanobisHead, make_head
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
 from fewshot_mahalanobis.networks.backbone import Backbone, FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator, NetworkFilmGenerator
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
+from fewshot_mahalanobis.networks.transductive import TransductiveHead, TransductiveSetEncoder
 
 GENERATORS: dict[str, type[FilmGenerator] | None] = {
     "film": FilmGenerator,
     "auto-regressive": AutoregressiveFilmGenerator,
     "none": None,
 }
+TASK_ENCODERS: dict[str, type[SetEncoder]] = {"mean": SetEncoder, "transductive": TransductiveSetEncoder}
 
 
 class ProjectionNetwork(nn.Sequential):
@@ -86,6 +89,10 @@ class SimpleCNAPS(
         Side of the square images the network was trained on, in pixels.
     encoder_size : int, optional
         Side that images are resized to for the set encoder, in pixels; by default it sees them as they are.
+    task_encoder : {"mean", "transductive"}
+        What makes the task representation: the mean of the support set's encodings, or the LSTM of Transductive CNAPS,
+        to which the queries belong too (Bateni et al., WACV 2022). With it a forward pass also refines the classes by
+        the queries (:class:`~fewshot_mahalanobis.networks.transductive.TransductiveHead`).
     backbone : Backbone, optional
         A frozen network in place of the FiLM ResNet18: made by :meth:`from_backbone`.
 
@@ -116,6 +123,7 @@ class SimpleCNAPS(
         projection: bool = False,
         image_size: int = 84,
         encoder_size: int | None = None,
+        task_encoder: str = "mean",
         backbone: Backbone | None = None,
     ) -> None:
         super().__init__()
@@ -133,6 +141,15 @@ class SimpleCNAPS(
             )
         if backbone is not None and (adaptation == "film") != bool(backbone.film_positions):
             raise ValueError("a backbone has positions for FiLM where adaptation is 'film', and nowhere else")
+        if task_encoder not in TASK_ENCODERS:
+            raise ValueError(f"task_encoder must be one of {sorted(TASK_ENCODERS)}, not {task_encoder!r}")
+        self.is_transductive = task_encoder == "transductive"
+        paper = (head, task_covariance, one_shot_covariance) == ("mahalanobis", True, "zero") and beta != "auto"
+        if self.is_transductive and (adaptation == "none" or not paper):
+            raise ValueError(
+                "task_encoder='transductive' needs adaptation, and head='mahalanobis' with a number as beta and the "
+                "defaults of task_covariance and one_shot_covariance"
+            )
         self.config: dict[str, Any] = {
             "adaptation": adaptation,
             "head": head,
@@ -145,6 +162,8 @@ class SimpleCNAPS(
         }
         if encoder_size is not None:
             self.config["encoder_size"] = encoder_size
+        if self.is_transductive:
+            self.config["task_encoder"] = task_encoder
         if backbone is not None:
             self.config["backbone"] = backbone.description
         self.encoder_size = encoder_size
@@ -153,7 +172,7 @@ class SimpleCNAPS(
             FilmResNet18().requires_grad_(False).eval() if backbone is None else backbone
         )
         generator = GENERATORS[adaptation]
-        self.set_encoder = SetEncoder() if generator is not None else None
+        self.set_encoder = TASK_ENCODERS[task_encoder]() if generator is not None else None
         self.film_generator: FilmGenerator | None = None
         if generator is not None:
             self.film_generator = generator() if backbone is None else NetworkFilmGenerator(backbone.film_positions)
@@ -174,11 +193,24 @@ class SimpleCNAPS(
 
     # ---------------------------------------------------------------- the method
 
-    def task_representation(self, support_images: Tensor, chunk_size: int | None = None) -> Tensor:
-        """Z = g_phi(S): support images (n, 3, h, w) in [-1, 1] -> (64,)."""
+    def task_representation(
+        self,
+        support_images: Tensor,
+        chunk_size: int | None = None,
+        *,
+        support_labels: Tensor | None = None,
+        query_images: Tensor | None = None,
+    ) -> Tensor:
+        """Z = g_phi(S): support images (n, 3, h, w) in [-1, 1] -> (64,). For the rest see :meth:`film_parameters`."""
         if self.set_encoder is None:
             raise ValueError("this model does not adapt: it has no set encoder")
-        return self.set_encoder(self.encoder_input(support_images), chunk_size)
+        support = self.encoder_input(support_images)
+        if not self.is_transductive:
+            return self.set_encoder(support, chunk_size)
+        if support_labels is None:
+            raise ValueError("this model's task encoder is transductive: it needs support_labels")
+        queries = None if query_images is None else self.encoder_input(query_images)
+        return self.set_encoder(support, support_labels, queries, chunk_size)
 
     def encoder_input(self, images: Tensor) -> Tensor:
         """Images (n, 3, h, w) at the size that the set encoder sees."""
@@ -187,7 +219,14 @@ class SimpleCNAPS(
             return images
         return F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True)
 
-    def film_parameters(self, support_images: Tensor, chunk_size: int | None = None) -> Film | None:
+    def film_parameters(
+        self,
+        support_images: Tensor,
+        chunk_size: int | None = None,
+        *,
+        support_labels: Tensor | None = None,
+        query_images: Tensor | None = None,
+    ) -> Film | None:
         """FiLM parameters psi_phi(g_phi(S)) for a support set; None for a model that does not adapt.
 
         Parameters
@@ -196,10 +235,15 @@ class SimpleCNAPS(
             In [-1, 1].
         chunk_size : int, optional
             Images in work at a time, to bound memory.
+        support_labels, query_images : Tensor, optional
+            Of shapes (n,) and (m, 3, h, w), for a transductive task encoder: it needs the labels. Without queries the
+            support set stands for them.
         """
         if self.film_generator is None:
             return None
-        z = self.task_representation(support_images, chunk_size)
+        z = self.task_representation(
+            support_images, chunk_size, support_labels=support_labels, query_images=query_images
+        )
         return self.film_generator(z, support_images, self.feature_extractor, chunk_size)
 
     def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
@@ -229,12 +273,17 @@ class SimpleCNAPS(
         adapt : the faster way to many queries of one task, without gradients.
         """
         _check_episode(support_images, support_labels)
-        film = self.film_parameters(support_images)
+        film = self.film_parameters(support_images, support_labels=support_labels, query_images=query_images)
         features = self.feature_extractor(torch.cat([support_images, query_images]), film)
         if self.projection is not None:
             features = self.projection(features)
         support_features, query_features = features.split([len(support_images), len(query_images)])
-        return self.head(support_features, support_labels, query_features)
+        return self.episode_head(support_features, support_labels, query_features)
+
+    @property
+    def episode_head(self) -> Head:
+        """The head for support set and queries together: ``head``, or its transductive form."""
+        return TransductiveHead(cast(MahalanobisHead, self.head)) if self.is_transductive else self.head
 
     @torch.no_grad()
     def adapt(
@@ -242,6 +291,7 @@ class SimpleCNAPS(
         support_images: Tensor,
         support_labels: Tensor,
         *,
+        query_images: Tensor | None = None,
         head: Head | None = None,
         adapt: bool = True,
         dtype: torch.dtype = torch.float32,
@@ -255,6 +305,9 @@ class SimpleCNAPS(
             In [-1, 1]; on any device.
         support_labels : int64 Tensor of shape (n,)
             Classes 0 to k - 1, each with at least one image.
+        query_images : Tensor of shape (m, 3, h, w), optional
+            For a transductive task encoder: all queries of the task. Then the task's logits are refined by the queries
+            given together. Without them the support set stands for them, and logits are those of ``head``.
         head : Head, optional
             Another head than the model's own.
         adapt : bool
@@ -273,8 +326,13 @@ class SimpleCNAPS(
         film = None
         if adapt:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                film = self.film_parameters(channels_last(support_images.to(self.device)), batch_size)
-        task = self.with_film(film, head, dtype)
+                film = self.film_parameters(
+                    channels_last(support_images.to(self.device)),
+                    batch_size,
+                    support_labels=support_labels.to(self.device),
+                    query_images=None if query_images is None else channels_last(query_images.to(self.device)),
+                )
+        task = self.with_film(film, head or (None if query_images is None else self.episode_head), dtype)
         return task.refit(task.features(support_images, batch_size), support_labels)
 
     def with_film(self, film: Film | None, head: Head | None = None, dtype: torch.dtype = torch.float32) -> AdaptedTask:
@@ -366,20 +424,20 @@ class SimpleCNAPS(
         ----------
         state_dict : mapping of str to Tensor
             Of Simple CNAPS, Simple AR-CNAPS, their "no adaptation" form, CNAPS, AR-CNAPS, a bare
-            pretrained ResNet18 of theirs (read as "no adaptation"), or LITE's Simple CNAPS on EfficientNet-B0
-            (Bronskill et al., NeurIPS 2021); told apart by their keys.
+            pretrained ResNet18 of theirs (read as "no adaptation"), of Transductive CNAPS (WACV 2022), or of LITE's
+            Simple CNAPS on EfficientNet-B0 (Bronskill et al., NeurIPS 2021); told apart by their keys.
         image_size : int
             Of LITE's weights, which do not tell it: side of the images they were trained on, in pixels.
 
         Returns
         -------
         SimpleCNAPS
-            In evaluation mode, with s = 1 and ``one_shot_covariance="published"``.
+            In evaluation mode, with s = 1 and, but for Transductive CNAPS, ``one_shot_covariance="published"``.
 
         Raises
         ------
         ValueError
-            A key is missing or unknown, a shape differs, or the weights are Transductive CNAPS's.
+            A key is missing or unknown, or a shape differs.
         """
         lite = is_lite(state_dict)
         converted = (

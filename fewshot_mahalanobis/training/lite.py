@@ -31,7 +31,7 @@ def lite_logits(
     subset H. ``size`` is the chunk size elsewhere; with n or more the gradient is exact.
     """
     extractor = model.feature_extractor
-    film = model.film_parameters(support_images, size)
+    film = model.film_parameters(support_images, size, support_labels=support_labels, query_images=query_images)
     subset = extractor(support_images[:size], film)
     scale = len(support_images) / len(subset)
     subset = subset.detach() + scale * (subset - subset.detach())
@@ -41,4 +41,4 @@ def lite_logits(
     support_features, query_features = torch.cat([subset, *rest]), torch.cat(queries)
     if model.projection is not None:
         support_features, query_features = model.projection(support_features), model.projection(query_features)
-    return model.head(support_features, support_labels, query_features)
+    return model.episode_head(support_features, support_labels, query_features)

@@ -47,7 +47,10 @@ def validate(
         mine = range(len(episodes))[accelerator.process_index :: accelerator.num_processes]
         loader = DataLoader(episodes, batch_size=None, sampler=mine, num_workers=workers, generator=torch.Generator())
         for number, task in zip(mine, tqdm(loader, desc=name, disable=not progress, leave=False), strict=True):
-            adapted = model.adapt(task.support_images, task.support_labels.to(model.device), dtype=dtype)
+            labels, seen = task.support_labels.to(model.device), {}
+            if model.is_transductive:
+                seen["query_images"] = task.query_images
+            adapted = model.adapt(task.support_images, labels, **seen, dtype=dtype)
             right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
             accuracies[number] = right.float().mean()
         means[name] = float(accelerator.reduce(accuracies, "sum").double().mean())
