@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.inputs import check_features, full_precision, result_dtype, working_dtype
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
-from fewshot_mahalanobis.gaussians.uncertain_means import UncertainMeans, relative_distance
+from fewshot_mahalanobis.gaussians.uncertain_means import UncertainMeans, relative_distance, to_power
 from fewshot_mahalanobis.heads import Head, MahalanobisHead
 
 #: What a query counts, in support images, and the most that the queries of a class count, in its support images.
@@ -89,7 +89,8 @@ def transductive_logits(
         start = head.logits(state, queries)
         if len(queries) == 0:
             return start
-        x, q = _coordinates(support, queries)
+        power = state.settings.power if uncertain else 1.0
+        x, q = _coordinates(*(to_power(f.to(working_dtype(f)), power) for f in (support, queries)))
         one_hot = F.one_hot(labels).to(x.dtype)
         if uncertain:
             refined = _moved_means(state, x, one_hot, q, weights)
@@ -164,7 +165,7 @@ def _moved_means(
 
 def _coordinates(support: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
     """Both in an orthonormal basis of their span, about their mean: there d is at most n + m."""
-    everything = torch.cat([support, queries]).to(working_dtype(support))
+    everything = torch.cat([support, queries])
     everything = everything - everything.mean(dim=0)
     if len(everything) < everything.shape[1]:
         everything = everything @ torch.linalg.qr(everything.T).Q

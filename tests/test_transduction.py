@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -56,6 +57,7 @@ def naive_mahalanobis(x, y, q, w):
 
 def naive_auto(x, y, q, w, settings):
     """The uncertain means' logits with weighted means and counts, P from the support set alone."""
+    x, q = (np.sign(f) * np.abs(f) ** settings.power for f in (x, q))
     k = y.max() + 1
     if settings.shared == "task":
         s = np.cov(x.T)
@@ -86,15 +88,18 @@ def naive(step, start, y):
 
 @pytest.mark.parametrize("width", [3, 60])  # more and fewer than the points
 @pytest.mark.parametrize("shots", [[1, 1, 1], [5, 5, 5], [1, 2, 7]])
-@pytest.mark.parametrize("name", ["auto", "mahalanobis"])
+@pytest.mark.parametrize("name", ["auto", "square roots", "mahalanobis"])
 def test_logits_equal_a_plain_loop(name, shots, width):
     x, y, q = task(0, shots, width)
-    head = AutoHead() if name == "auto" else MahalanobisHead()
+    head = MahalanobisHead() if name == "mahalanobis" else AutoHead()
+    if name == "square roots":
+        x, q = x.relu(), q.relu()
+        head = AutoHead(dataclasses.replace(AutoHead().fit(x, y).settings, power=0.5))
     state = head.fit(x, y)
     found = transductive_logits(head, state, x, y, q).numpy()
     start = head.logits(state, q).numpy()
     x, y, q = x.numpy(), y.numpy(), q.numpy()
-    if name == "auto":
+    if name != "mahalanobis":
         expected = naive(lambda w: naive_auto(x, y, q, w, state.settings), start, y)
     else:
         expected = naive(lambda w: naive_mahalanobis(x, y, q, w), start, y)
