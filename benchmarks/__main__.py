@@ -29,6 +29,7 @@ NAMES = (
     "peers",
     "unbalanced",
     "calibration",
+    "transduction",
     "precision",
     "ray_labelling",
     "meta_training",
