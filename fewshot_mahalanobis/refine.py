@@ -6,14 +6,17 @@ they may go too far or not far enough. So each of the two vectors gets a gate, a
     gamma_j' = 1 + a_j (gamma_j - 1),    beta_j' = b_j beta_j,
 
 1 for what was generated, 0 for the network as pretrained. Gradient steps move the gates to where support images are
-most likely under the head fitted to the others. A few dozen numbers cannot learn a hundred images by heart. The
-thousands of entries of gamma and beta can, and so can a linear map of the features: their likelihood of left-out
-support images rises while that of queries falls (docs/guide.md has the figures). FiT (Shysheya et al., ICLR 2023) and
-URL (Li et al., ICCV 2021) take such steps on those.
+more likely under the head fitted to others. Even a few dozen numbers can learn a support set by heart that way, and the
+thousands of entries of gamma and beta, or of a linear map of the features, all the more (FiT, Shysheya et al., ICLR
+2023, and URL, Li et al., ICCV 2021, take steps on those; docs/guide.md has our figures). So the steps follow every
+other image of a class, and the rest, whose likelihood no step follows, say when to stop and whether to accept.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
 
@@ -26,20 +29,20 @@ from fewshot_mahalanobis.heads import AutoHead, Head, MahalanobisHead
 from fewshot_mahalanobis.networks.adapted_task import MAX_CPU_PIXELS, AdaptedTask, channels_last
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.temperature import temperature_fit
+from fewshot_mahalanobis.temperature import fit_temperature
 
-#: Steps of "auto", and the least gain that it accepts, in nats over the support set. From validation classes.
-AUTO_STEPS, MIN_GAIN = 10, 4.0
-#: "auto" goes on after so many steps only where they have brought half of that.
+#: Steps of "auto".
+AUTO_STEPS = 10
+#: Least gain that "auto" accepts, in nats over the images that check, and in its standard errors.
+MIN_GAIN, MIN_ERRORS = 2.0, 2.0
+#: "auto" gives up after so many steps without a gain.
 _TRIAL_STEPS = 4
 #: Of Adam.
-_LEARNING_RATE = 0.15
+_LEARNING_RATE = 0.1
 #: Each support image is left out with a fifth of its class.
 _FOLDS = 5
 #: Images that gradients pass through in one step.
 _MAX_IMAGES = 100
-#: Label smoothing of the temperature, in pseudo-examples over all classes.
-_PSEUDO_EXAMPLES = 0.25
 
 
 def check_steps(steps: int | str) -> None:
@@ -68,50 +71,57 @@ def refined(
     images : Tensor of shape (n, 3, h, w)
         The support set, in the order of ``task.support_features``, in [-1, 1].
     steps : int or "auto"
-        The task of the step at which left-out support images are most likely is returned, so this is the most steps
-        that count. "auto" gives up early where the first ones bring little, and returns ``task`` itself unless
-        the support set as a whole becomes ``MIN_GAIN`` nats more likely.
+        The task returned is that of the step at which the images that check are most likely. "auto" takes up to ten,
+        gives up after four without a gain, and returns ``task`` itself unless the gain is clear.
     batch_size : int
-        Images in work at a time; it bounds memory.
+        Images in work at a time, to bound memory.
     progress : bool
         Show a bar.
 
     Raises
     ------
     ValueError
-        ``steps`` is out of its range, or positive where there is nothing to refine or to leave out: no FiLM
-        parameters, or no class of two images.
+        ``steps`` is out of its range, or positive without FiLM parameters or a class of two images.
     """
     check_steps(steps)
-    automatic = steps == "auto"
-    labels = task.support_labels
-    film, most = task.film, AUTO_STEPS if automatic else int(steps)
-    if most == 0 or (automatic and (film is None or int(labels.bincount().max()) < 2)):
+    automatic, labels, film = steps == "auto", task.support_labels, task.film
+    most = AUTO_STEPS if automatic else int(steps)
+    one_shot = int(labels.bincount().max()) == 1
+    if most == 0 or (automatic and (film is None or one_shot)):
         return task
-    if film is None:
-        raise ValueError('refine needs FiLM parameters: adapt=True and a checkpoint that adapts, or refine="auto"')
-    if int(labels.bincount().max()) < 2:
-        raise ValueError('refine needs a class of at least two support images: add images, or take refine="auto"')
+    if film is None or one_shot:
+        missing = "a class of two support images" if one_shot else "adapt=True and a checkpoint that adapts"
+        raise ValueError(f'refine={steps!r} needs {missing}; refine="auto" goes without')
+    trajectory = _trajectory(model, task, images, batch_size)
+    _, first = next(trajectory)
+    best, gain = task, torch.zeros_like(first)
+    for step in tqdm(range(most), desc="refine", unit="step", leave=False, disable=not progress):
+        if automatic and (float(first.sum()) < MIN_GAIN or (step == _TRIAL_STEPS and best is task)):
+            break
+        now, losses = next(trajectory)
+        if (first - losses).sum() > gain.sum():
+            best, gain = now, first - losses
+    total, error = float(gain.sum()), math.sqrt(len(gain)) * float(gain.std(correction=0))
+    return task if automatic and total < max(MIN_GAIN, MIN_ERRORS * error) else best
 
-    folds = _folds(labels)
-    first, slopes = _held_out_loss(task, folds)
-    best, least, now = task, first, task
+
+def _trajectory(
+    model: SimpleCNAPS, task: AdaptedTask, images: Tensor, batch_size: int
+) -> Iterator[tuple[AdaptedTask, Tensor]]:
+    """The task as it is and after each step, with the losses of the images that check."""
+    film, labels = task.film, task.support_labels
+    assert film is not None
     gates = torch.ones(len(film), 2, device=labels.device, requires_grad=True)
     optimiser = torch.optim.Adam([gates], lr=_LEARNING_RATE)
     every = -(-len(labels) // _MAX_IMAGES)
-    for step in tqdm(range(most), desc="refine", unit="step", leave=False, disable=not progress):
-        wanted = MIN_GAIN / 2 if step >= _TRIAL_STEPS else 0.0
-        if automatic and (first < MIN_GAIN or first - least < wanted):
-            break
+    for step in itertools.count():
+        losses, slopes = _held_out_losses(task)
+        yield task, losses
         rows = slice(step % every, None, every)
         gates.grad = _gradient(model, film, gates, images[rows], slopes[rows], task.dtype, batch_size)
         optimiser.step()
-        now = model.with_film(gated(film, gates.detach()), task.head, task.dtype)
-        now = now.refit(now.features(images, batch_size), labels)
-        loss, slopes = _held_out_loss(now, folds)
-        if loss < least:
-            best, least = now, loss
-    return task if automatic and first - least < MIN_GAIN else best
+        task = model.with_film(gated(film, gates.detach()), task.head, task.dtype)
+        task = task.refit(task.features(images, batch_size), labels)
 
 
 def gated(film: Film, gates: Tensor) -> Film:
@@ -120,35 +130,33 @@ def gated(film: Film, gates: Tensor) -> Film:
     return Film({name: (1 + a * (gamma - 1), b * beta) for (name, (gamma, beta)), (a, b) in pairs})
 
 
-def _folds(labels: Tensor) -> Tensor:
-    """Fold 0 to _FOLDS - 1 of each image (n,), -1 for one that is alone in its class and cannot be left out.
-
-    Classes start at different folds, so that folds are of nearly one size, and none has a whole class.
-    """
-    folds = torch.empty_like(labels)
+def _places(labels: Tensor) -> Tensor:
+    """Place of each image (n,) among those of its class, from 0; -1 for one that is alone in it."""
+    places = torch.empty_like(labels)
     for k, count in enumerate(labels.bincount().tolist()):
-        members = torch.arange(count, device=labels.device)
-        folds[labels == k] = (members + k) % _FOLDS if count > 1 else -1
-    return folds
+        places[labels == k] = torch.arange(count, device=labels.device) if count > 1 else -1
+    return places
 
 
-def _held_out_loss(task: AdaptedTask, folds: Tensor) -> tuple[float, Tensor]:
-    """Minus the log-likelihood of the support set, in nats, and its gradient by the support features (n, d).
+def _held_out_losses(task: AdaptedTask) -> tuple[Tensor, Tensor]:
+    """Losses in nats of left-out images that check, and the gradient of the sum of the others by all features (n, d).
 
     Each fold is classified by the head fitted to the others, with the settings that it chose on all and at the
-    temperature that suits best.
+    temperature that suits best. Classes start at different folds, for folds of nearly one size.
     """
     features, labels = task.support_features.detach().requires_grad_(), task.support_labels
+    places = _places(labels)
+    folds = torch.where(places < 0, -1, (places + labels) % _FOLDS)
     with torch.enable_grad():
         x = task.head_features(features)
         head = _with_fixed_settings(task.head, x.detach(), labels)
-        out = [folds == fold for fold in folds.unique().tolist() if fold >= 0]
-        logits = torch.cat([head(x[~fold], labels[~fold], x[fold]) for fold in out])
-        targets = torch.cat([labels[fold] for fold in out])
-        temperature = temperature_fit(logits, targets, _PSEUDO_EXAMPLES / logits.shape[1]).temperature
-        loss = F.cross_entropy(logits / temperature, targets, reduction="sum")
-        (slopes,) = torch.autograd.grad(loss, features)
-    return float(loss), slopes
+        rows = [(folds == fold).nonzero()[:, 0] for fold in folds.unique().tolist() if fold >= 0]
+        logits = torch.cat([head(x[folds != folds[out[0]]], labels[folds != folds[out[0]]], x[out]) for out in rows])
+        order = torch.cat(rows)
+        targets, checks = labels[order], places[order] % 2 == 1
+        losses = F.cross_entropy(logits / fit_temperature(logits, targets), targets, reduction="none")
+        (slopes,) = torch.autograd.grad(losses[~checks].sum(), features)
+    return losses[checks].detach(), slopes
 
 
 def _with_fixed_settings(head: Head[Any], features: Tensor, labels: Tensor) -> Head[Any]:
