@@ -188,7 +188,7 @@ def test_a_command_says_what_its_user_needs(session: dict[str, tuple[int, str]],
 
 
 def test_the_page_shows_what_the_commands_say(session: dict[str, tuple[int, str]]) -> None:
-    """But for lists of names, figures that differ a little between machines, and typing errors in the words of another library."""
+    """But for lists of names, figures that differ between machines, and typing errors, which another library words."""
 
     def bare(text: str) -> str:
         return re.sub(r"\d\.\d+|\d+%|\d+ bytes|must be one of .*", "#", text)
