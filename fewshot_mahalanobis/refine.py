@@ -34,7 +34,7 @@ from fewshot_mahalanobis.temperature import fit_temperature
 #: Steps of "auto".
 AUTO_STEPS = 10
 #: Least gain that "auto" accepts, in nats over the images that check, and in its standard errors.
-MIN_GAIN, MIN_ERRORS = 2.0, 2.0
+MIN_GAIN, MIN_ERRORS = 3.0, 2.0
 #: "auto" gives up after so many steps without a gain.
 _TRIAL_STEPS = 4
 #: Of Adam.
