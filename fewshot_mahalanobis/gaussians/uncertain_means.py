@@ -165,9 +165,9 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
     log10(beta / v), v the mean variance of a feature, has a normal prior; on a coarse grid of it the leave-one-out
     likelihood is exact, and beta is the mean of log beta under the posterior. t is the mean squared distance of a
     left-out example to the mean of its class, less what that mean's own noise adds; b is what is left of the mean
-    squared distance of class means to c when their noise is taken away. Where no feature is negative all this is done
-    for their square roots too, and the more likely of the two is chosen. If every class has one example nothing can be
-    left out: S is the task covariance, and all else the prior's.
+    squared distance of class means to c when their noise is taken away. Where no feature is negative, square roots are
+    taken if they are more likely at the prior's centre. If every class has one example nothing can be left out: S is
+    the task covariance, and all else the prior's.
 
     Parameters
     ----------
@@ -188,26 +188,24 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
         return MeansSettings(unit * 10**_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, 0.0, _ONE_SHOT_SCALE, "task")
     if len(counts) == 1:
         return MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within")
-    powers = (1.0, 0.5) if bool((x >= 0).all()) else (1.0,)
-    return min((_chosen_for(power, x, labels, counts) for power in powers), key=lambda fitted: fitted[1])[0]
-
-
-def _chosen_for(power: float, x: Tensor, labels: Tensor, counts: Tensor) -> tuple[MeansSettings, float]:
-    """Settings of the model of features to a power, and their leave-one-out loss per example."""
-    x = to_power(x, power)
-    unit = float(x.var(dim=0).mean())
-    within = MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
-    left_out = LeftOut(x, labels, counts)
     order = labels.argsort(stable=True)
     order = order[counts[labels[order]] > 1]
     rows = order[:: max(1, math.ceil(len(order) / _MAX_LEFT_OUT))]
+    starts = []
+    for power in (1.0, 0.5) if bool((x >= 0).all()) else (1.0,):
+        powered = to_power(x, power)
+        unit = float(powered.var(dim=0).mean())
+        centre = MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
+        left_out = LeftOut(powered, labels, counts)
+        starts.append((_fitted(left_out, centre, labels, rows)[1], unit, centre, left_out))
+    _, unit, centre, left_out = min(starts, key=lambda start: start[0])
     betas = [unit * 10**exponent for exponent in _GRID]
-    fits = [_fitted(left_out, replace(within, beta=beta), labels, rows)[1] for beta in betas]
+    fits = [_fitted(left_out, replace(centre, beta=beta), labels, rows)[1] for beta in betas]
     losses = torch.tensor(fits, dtype=torch.float64) * len(rows)
     exponents = torch.tensor(_GRID, dtype=torch.float64)
     posterior = torch.softmax(-losses - ((exponents - _CENTRE) / _SPREAD).square() / 2, dim=0)
     beta = unit * 10 ** float(posterior @ exponents)
-    return _fitted(left_out, replace(within, beta=beta), labels, rows)
+    return _fitted(left_out, replace(centre, beta=beta), labels, rows)[0]
 
 
 def _fitted(left_out: LeftOut, settings: MeansSettings, labels: Tensor, rows: Tensor) -> tuple[MeansSettings, float]:
@@ -239,8 +237,9 @@ class LeftOut:
         basis = v.T @ vectors / self.eigenvalues.sqrt() if thin else vectors
         self.labels, self.counts = labels, counts
         self.v, self.means = v @ basis, centred @ basis
-        # What lies outside the span of the v_i, where P is beta I.
-        self.outside = centred - self.means @ basis.T
+        # Inner products (k, k) of what of the M_j lies outside the span of the v_i, where P is beta I.
+        outside = centred - self.means @ basis.T
+        self.outside = outside @ outside.T
 
     @property
     def freedom(self) -> int:
@@ -255,8 +254,6 @@ class LeftOut:
 class _AtBeta:
     def __init__(self, parts: LeftOut, beta: float) -> None:
         self.parts, self.beta = parts, beta
-        self.gram = self._gram(parts.freedom)  # M^T P^-1 M, (k, k), by all examples
-        self.left_gram = self._gram(parts.freedom - 1)  # M^T B^-1 M
         self.weights = self._weights(parts.freedom - 1)
         self.length = parts.v.square() @ self.weights  # v_i^T B^-1 v_i, (n,)
         shots = parts.counts[parts.labels].to(self.length.dtype)
@@ -271,9 +268,16 @@ class _AtBeta:
         scatter = self.parts.eigenvalues
         return 1 / (scatter / freedom + self.beta) if freedom > 0 else torch.full_like(scatter, 1 / self.beta)
 
-    def _gram(self, freedom: int) -> Tensor:
-        means, outside = self.parts.means, self.parts.outside
-        return (means * self._weights(freedom)) @ means.T + outside @ outside.T / self.beta
+    def _products(self, classes: Tensor, freedom: int) -> Tensor:
+        """M_j^T (S + beta I)^-1 M_l (m, k) of ``classes`` (m,) with all; S with that divisor, n - k - 1 for B."""
+        means = self.parts.means
+        unique, index = classes.unique(return_inverse=True)
+        products = (means[unique] * self._weights(freedom)) @ means.T + self.parts.outside[unique] / self.beta
+        return products[index]
+
+    def _lengths(self, freedom: int) -> Tensor:
+        """M_j^T (S + beta I)^-1 M_j of every class, (k,)."""
+        return self.parts.means.square() @ self._weights(freedom) + self.parts.outside.diagonal() / self.beta
 
     def moments(self) -> tuple[float, float]:
         """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
@@ -283,7 +287,7 @@ class _AtBeta:
         own = (shots / (shots - 1)).square() * (length + self.factor[paired] * length.square())
         freedom = float((own * (shots - 1) / shots).mean())
         k = len(self.parts.counts)
-        between = float(self.gram.diagonal().mean()) * k / (k - 1)
+        between = float(self._lengths(self.parts.freedom).mean()) * k / (k - 1)
         noise = freedom * float((1 / self.parts.counts).mean())
         spread = (between - noise) / freedom if freedom > 0 else _MAX_SPREAD
         return freedom, min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
@@ -299,10 +303,10 @@ class _AtBeta:
         e = 1 / (self.shots[rows, None] - 1)
         g = torch.where(own, e / k - e, e / k)
         a = 1 + e / k  # x_i - c = a v_i + M_y
-        gram_y, at_y = self.left_gram[y], v_means.gather(1, y[:, None])
+        gram_y, at_y = self._products(y, parts.freedom - 1), v_means.gather(1, y[:, None])
         x_x = a.square() * length + 2 * a * at_y + gram_y.gather(1, y[:, None])
         x_m = a * v_means + gram_y + g * (a * length + at_y)
-        m_m = self.left_gram.diagonal() + 2 * g * v_means + g.square() * length
+        m_m = self._lengths(parts.freedom - 1) + 2 * g * v_means + g.square() * length
         x_v, m_v = a * length + at_y, v_means + g * length
         x_x, x_m, m_m = x_x + factor * x_v.square(), x_m + factor * x_v * m_v, m_m + factor * m_v.square()
         shots = parts.counts.to(length.dtype) - own.to(length.dtype)
@@ -311,12 +315,12 @@ class _AtBeta:
     def logits_without_class(self, settings: MeansSettings, rows: Tensor) -> Tensor:
         """Exact leave-one-out logits of examples that are alone in their class; minus infinity for that class."""
         y, k = self.parts.labels[rows], len(self.parts.counts)
-        gram_y = self.gram[y]
+        gram_y = self._products(y, self.parts.freedom)
         own = gram_y.gather(1, y[:, None])
         # Without class y the centre c moves by -M_y / (k - 1), and S stays.
         a = k / (k - 1)
         x_m = a * (gram_y + own / (k - 1))
-        m_m = self.gram.diagonal() + 2 * gram_y / (k - 1) + own / (k - 1) ** 2
+        m_m = self._lengths(self.parts.freedom) + 2 * gram_y / (k - 1) + own / (k - 1) ** 2
         found = _logits(settings, self.parts.counts.to(own.dtype), a**2 * own, x_m, m_m)
         return found.scatter(1, y[:, None], -torch.inf)
 
