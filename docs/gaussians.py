@@ -1,4 +1,4 @@
-"""Draw the picture of the guide: ``python docs/gaussians.py`` writes docs/gaussians.png.
+"""Draw the picture of docs/chosen_settings.md: ``python docs/gaussians.py`` writes docs/gaussians.png.
 
 A task of handwritten digits, in the two directions that tell its classes apart best: ellipses of the covariance of all
 support features and of the one pooled within classes, around each class mean.

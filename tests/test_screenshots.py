@@ -32,10 +32,10 @@ PAGES = {
 }
 
 
-#: Pages to look something up in, the guide, and the longest of the others, in pixels.
+#: Pages to look something up in, and the longest of the others, in pixels.
 REFERENCE = {
     *("api", "changelog", "data", "genindex", "model_card", "py-modindex", "results", "speed", "trust"),
-    *("unknown_results", "guide"),
+    "unknown_results",
 }
 LONGEST = 4_300
 
