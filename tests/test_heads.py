@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.gaussians import uncertain_means
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings, choose_means_settings
 from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.temperature import temperature_fit
 from tests import reference
 from tests.drawn_tasks import make_task
 
@@ -291,3 +293,64 @@ def test_auto_favours_no_class_for_its_number_of_examples() -> None:
     precision = float((truth[predicted == 0] == 0).double().mean())
     assert min(recall) > 0.7
     assert precision > 0.8
+
+
+def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSettings:
+    """What ``choose_means_settings`` promises, by refitting without each example."""
+    counts = labels.bincount()
+    order = labels.argsort(stable=True)
+    paired = order[counts[labels[order]] > 1]
+    rows = paired[:: max(1, math.ceil(len(paired) / most))]
+
+    def inverse(x: Tensor, y: Tensor, beta: float) -> Tensor:
+        p = reference.pooled_covariance(x, y) + beta * torch.eye(x.shape[1], dtype=x.dtype)
+        return torch.linalg.inv(p)
+
+    def fitted(power: float, beta: float) -> tuple[MeansSettings, float]:
+        x, own = features**power, []
+        for i in paired.tolist():
+            rest = torch.arange(len(x)) != i
+            others = x[rest & (labels == labels[i])]
+            z = x[i] - others.mean(dim=0)
+            own.append(float(z @ inverse(x[rest], labels[rest], beta) @ z) * len(others) / (len(others) + 1))
+        freedom, k = sum(own) / len(own), len(counts)
+        means = torch.stack([x[labels == label].mean(dim=0) for label in range(k)])
+        centred = means - means.mean(dim=0)
+        between = float((centred @ inverse(x, labels, beta) * centred).sum(dim=1).mean()) * k / (k - 1)
+        spread = (between - freedom * float((1 / counts).mean())) / freedom
+        settings = MeansSettings(beta, min(max(spread, 0.01), 1e4), freedom, 1.0, "within", power)
+        logits = Head.leave_one_out_logits(AutoHead(settings), features, labels)[rows]
+        fit = temperature_fit(logits, labels[rows], 0.25 / k)
+        return replace(settings, scale=1 / fit.temperature), fit.loss * len(rows)
+
+    def unit(power: float) -> float:
+        return float((features**power).var(dim=0).mean())
+
+    power = min((1.0, 0.5), key=lambda power: fitted(power, 10 * unit(power))[1])
+    exponents = torch.linspace(-1, 2, 7, dtype=torch.float64)
+    losses = [fitted(power, unit(power) * 10**exponent)[1] for exponent in exponents.tolist()]
+    prior = torch.distributions.Normal(1.0, 0.35).log_prob(exponents)
+    posterior = torch.softmax(prior - torch.tensor(losses), dim=0)
+    return fitted(power, unit(power) * 10 ** float(posterior @ exponents))[0]
+
+
+@pytest.mark.parametrize(("shots", "d", "most"), [([4, 2, 5, 1], 12, 500), ([6, 9, 3], 3, 500), ([8, 8], 5, 7)])
+@pytest.mark.parametrize("squared", [False, True])
+def test_auto_chooses_what_refitting_without_each_example_says(
+    shots: list[int], d: int, most: int, squared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uncertain_means, "_MAX_LEFT_OUT", most)
+    features, labels, _ = make_task(3, shots, d, dtype=torch.float64)
+    features = (features + 1.0).relu() ** (2 if squared else 1)
+    found, expected = choose_means_settings(features, labels), naive_choice(features, labels, most)
+    assert (found.shared, found.power) == (expected.shared, expected.power)
+    for name in ("beta", "spread", "freedom", "scale"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5), name
+
+
+def test_auto_of_one_shot_everywhere_has_the_priors_settings() -> None:
+    features, labels, _ = make_task(6, [1, 1, 1], 8, dtype=torch.float64)
+    variance = float(features.var(dim=0).mean())
+    assert choose_means_settings(features, labels) == MeansSettings(variance * 10**1.5, 0.1, 0.0, 14.0, "task")
+    assert choose_means_settings(features, 0 * labels) == MeansSettings(variance * 10.0, 0.1, 0.0, 1.0, "within")
+    assert choose_means_settings(torch.ones(4, 3), labels.new_tensor([0, 0, 1, 1])).beta == 10**1.5
