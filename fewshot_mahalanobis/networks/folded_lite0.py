@@ -28,10 +28,9 @@ class FoldedLite0(nn.Module):
         super().__init__()
         film = Film({}) if film is None else film
         self.stem = FoldedConv(network.conv_stem, network.bn1, film.get("bn1"), dtype, "relu6")
-        blocks = {name: module for name, module in network.named_modules() if hasattr(module, "conv_dw")}
-        self.blocks = nn.Sequential(
-            *(FoldedBottleneck(block, film.within(name), dtype) for name, block in blocks.items())
-        )
+        kinds = (DepthwiseSeparable, InvertedBottleneck)
+        blocks = [(name, module) for name, module in network.named_modules() if isinstance(module, kinds)]
+        self.blocks = nn.Sequential(*(FoldedBottleneck(block, film.within(name), dtype) for name, block in blocks))
         self.head = FoldedConv(network.conv_head, network.bn2, film.get("bn2"), dtype, "relu6")
 
     def forward(self, images: Tensor) -> Tensor:
