@@ -13,7 +13,7 @@ Nothing is presumed of the shares of the classes among the queries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def transductive_logits(
     """Logits (m, k) of queries, each of which depends on all of them.
 
     ``AutoHead`` keeps its covariance and all other settings, and gets weighted class means and counts. For
-    ``MahalanobisHead`` the covariances are weighted too (:func:`weighted_logits`).
+    ``MahalanobisHead`` the covariances are weighted too (:func:`weighted_distance`).
 
     Parameters
     ----------
@@ -95,14 +95,26 @@ def transductive_logits(
         if uncertain:
             refined = _moved_means(state, x, one_hot, q, weights)
         else:
-            everything, settings, scale = torch.cat([x, q]), state.settings, head.scale
+            refined = weighted_refinement(state.settings, cast(MahalanobisHead, head).scale, x, one_hot, q, weights)
+        return soft_k_means(start.to(x.dtype), refined, MIN_STEPS, MAX_STEPS).to(result_dtype(queries))
 
-            def refined(logits: Tensor) -> Tensor:
-                w = torch.cat([one_hot, weights(logits)])
-                return -scale * weighted_distance(everything, w, q, settings)
 
-        found = soft_k_means(start.to(x.dtype), refined, MIN_STEPS, MAX_STEPS)
-        return found.to(result_dtype(queries))
+def weighted_refinement(
+    settings: CovarianceSettings,
+    scale: float,
+    x: Tensor,
+    one_hot: Tensor,
+    queries: Tensor,
+    weights: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor], Tensor]:
+    """The refinement of the Mahalanobis head: weighted means and covariances.
+
+    Of a support set x (n, d), its labels one-hot (n, k), and queries (m, d), whose weights (m, k) follow from logits.
+    """
+    everything = torch.cat([x, queries])
+    return lambda logits: (
+        -scale * weighted_distance(everything, torch.cat([one_hot, weights(logits)]), queries, settings)
+    )
 
 
 def weighted_distance(x: Tensor, weights: Tensor, queries: Tensor, settings: CovarianceSettings) -> Tensor:

@@ -93,6 +93,8 @@ def head_of(model: SimpleCNAPS, variant: Variant) -> Head[Any]:
         raise ValueError(f"there is no head {variant.head!r}; there are {', '.join(HEADS)}")
     if not variant.task_covariance and variant.head != "mahalanobis":
         raise ValueError(f"the head {variant.head!r} has no task covariance to leave out")
+    if variant.head == "mahalanobis" and variant.adapt and variant.task_covariance and model.is_transductive:
+        return model.episode_head
     if variant.head == "mahalanobis":
         config = model.config
         task_covariance = config["task_covariance"] and variant.task_covariance
@@ -197,8 +199,11 @@ def evaluate_episodes(
         if plain_features is not None:
             features[False] = plain_features[episode.support], plain_features[episode.query]
         if any(v.adapt for v in variants):
-            task = model.adapt(source.network_input(episode.support), labels, dtype=dtype, batch_size=batch_size)
-            features[True] = task.support_features, task.features(source.network_input(episode.query), batch_size)
+            query_images = source.network_input(episode.query)
+            seen = {"query_images": query_images} if model.is_transductive else {}
+            images = source.network_input(episode.support)
+            task = model.adapt(images, labels, dtype=dtype, batch_size=batch_size, **seen)
+            features[True] = task.support_features, task.features(query_images, batch_size)
         for variant in variants:
             support_features, query_features = (f.to(model.device) for f in features[variant.adapt])
             with torch.no_grad():

@@ -5,6 +5,8 @@ Bateni, Barber, van de Meent & Wood, "Enhancing Few-Shot Image Classification wi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ from fewshot_mahalanobis.gaussians.inputs import (
 )
 from fewshot_mahalanobis.heads import Head, MahalanobisHead
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, mean_over_set
-from fewshot_mahalanobis.transduction import soft_k_means, weighted_distance
+from fewshot_mahalanobis.transduction import soft_k_means, weighted_distance, weighted_refinement
 
 #: Refinements of the classes: at least, and at most.
 MIN_STEPS, MAX_STEPS = 2, 4
@@ -82,11 +84,8 @@ class TransductiveHead(Head[tuple[Tensor, Tensor]]):
         check_features(query_features, "query features", width=support.shape[1])
         with full_precision(query_features):
             x, queries = (f.to(working_dtype(f)) for f in (support, query_features))
-            of_support, everything = F.one_hot(labels).to(x.dtype), torch.cat([x, queries])
-
-            def refined(logits: Tensor) -> Tensor:
-                weights = torch.cat([of_support, logits.softmax(dim=1)])
-                return -self.scale * weighted_distance(everything, weights, queries, self.settings)
-
-            start = -self.scale * weighted_distance(x, of_support, queries, self.settings)
+            one_hot = F.one_hot(labels).to(x.dtype)
+            start = -self.scale * weighted_distance(x, one_hot, queries, self.settings)
+            probabilities = partial(torch.softmax, dim=1)
+            refined = weighted_refinement(self.settings, self.scale, x, one_hot, queries, probabilities)
             return soft_k_means(start, refined, MIN_STEPS, MAX_STEPS).to(result_dtype(query_features))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from fewshot_mahalanobis import SimpleCNAPS
 from fewshot_mahalanobis.checkpoints import read_checkpoint
+from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
+from fewshot_mahalanobis.evaluation import evaluate_source
 from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.networks.transductive import TransductiveHead
 from tests.checkpoints.models import same_weights
@@ -95,6 +99,19 @@ def test_checkpoint_comes_back_and_old_settings_lack_the_key(model, tmp_path):
     assert same_weights(loaded, model)
     assert loaded.is_transductive
     assert "task_encoder" not in SimpleCNAPS().config
+
+
+def test_evaluation_gives_the_model_the_queries(model):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
+    source = ImageSource("drawn", pixels, np.repeat(np.arange(4), 5), tuple("abcd"))
+    (found,) = evaluate_source(model, source, way=3, shot=2, queries=3, episodes=3).values()
+    episodes = FixedEpisodes(source, 3, 2, 3, seed=0, seed_by_name=False)
+    for index, accuracy in enumerate(found):
+        episode = episodes.draw(index)
+        support, queries = source.network_input(episode.support), source.network_input(episode.query)
+        with torch.no_grad():
+            logits = model(support, torch.from_numpy(episode.support_labels), queries)
+        assert accuracy == (logits.argmax(1).numpy() == episode.query_labels).mean()
 
 
 def test_support_labels_are_asked_for(model, images):
