@@ -147,7 +147,7 @@ def _fuses(x: Tensor) -> bool:
 
     No gradient passes that, and no exported graph has it.
     """
-    if x.device.type != "cpu" or x.requires_grad or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or x.requires_grad or type(x) is not Tensor or torch.compiler.is_compiling():
         return False
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_convolution_pointwise"):
         return False
