@@ -3,9 +3,8 @@
 #
 #     sh methods.sh PATH/OF/methods.toml
 #
-# trains what has to be trained into runs/methods (a stopped run goes on) and prints the table. Learning rates of Adam are
-# those of Meta-Dataset's best models, or of the papers; methods that move the whole network get a tenth of theirs,
-# because it is trained already.
+# trains what has to be trained into runs/methods (a stopped run goes on) and prints the table. Learning rates are those
+# of Meta-Dataset's best models, or of the papers where they use Adam; that of the network is a tenth of it.
 set -e
 
 train() {
@@ -13,21 +12,22 @@ train() {
 }
 
 recipe=${1:?"sh methods.sh PATH/OF/methods.toml"}
-train protonet 2e-4
-train matchingnet 5e-4
-train relationnet 1e-4
-train gaussian_protonet 2e-4
-train tadam 2e-4
-train tpn 1e-4
+train protonet 1.8e-3
+train matchingnet 5e-3
+train relationnet 9e-4
+train gaussian_protonet 1.8e-3
+train tadam 5e-4
+train tpn 1e-3
 train gidaris 1e-3
-train leo 1e-4
-train protomaml 3e-5
-train maml 3e-5
+train leo 4e-4
+train protomaml 3e-4
+train maml 2.4e-4
 
 fewshot-mahalanobis evaluate --protocol variable -o runs/methods/table.json \
     mini_imagenet_test.zip omniglot.zip:test cub200_2010.zip:test quickdraw345.zip:test dtd10.zip:test \
     gtsrb.zip:test mnist.zip:test cifar10.zip:test cifar100_test.zip fashion_mnist.zip:test \
-    --checkpoint resnet18 --head mahalanobis --method knn --method finetune --method matchingnet --method protonet --method tpn \
+    --checkpoint resnet18 --head mahalanobis \
+    --method knn --method finetune --method matchingnet --method protonet --method tpn \
     --method runs/methods/maml/best --method runs/methods/relationnet/best --method runs/methods/matchingnet/best \
     --method runs/methods/protonet/best --method runs/methods/protomaml/best \
     --method runs/methods/gaussian_protonet/best --method runs/methods/gidaris/best \
