@@ -200,7 +200,7 @@ def evaluate_episodes(
             features[False] = plain_features[episode.support], plain_features[episode.query]
         if any(v.adapt for v in variants):
             query_images = source.network_input(episode.query)
-            seen = {"query_images": query_images} if model.is_transductive else {}
+            seen: dict[str, Any] = {"query_images": query_images} if model.is_transductive else {}
             images = source.network_input(episode.support)
             task = model.adapt(images, labels, dtype=dtype, batch_size=batch_size, **seen)
             features[True] = task.support_features, task.features(query_images, batch_size)

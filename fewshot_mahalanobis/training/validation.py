@@ -7,7 +7,7 @@ al., NeurIPS 2019). Accuracies of different data sets are not comparable, so sou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -47,9 +47,8 @@ def validate(
         mine = range(len(episodes))[accelerator.process_index :: accelerator.num_processes]
         loader = DataLoader(episodes, batch_size=None, sampler=mine, num_workers=workers, generator=torch.Generator())
         for number, task in zip(mine, tqdm(loader, desc=name, disable=not progress, leave=False), strict=True):
-            labels, seen = task.support_labels.to(model.device), {}
-            if model.is_transductive:
-                seen["query_images"] = task.query_images
+            labels = task.support_labels.to(model.device)
+            seen: dict[str, Any] = {"query_images": task.query_images} if model.is_transductive else {}
             adapted = model.adapt(task.support_images, labels, **seen, dtype=dtype)
             right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
             accuracies[number] = right.float().mean()
