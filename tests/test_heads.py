@@ -253,7 +253,14 @@ def test_auto_of_roots_has_gradients_also_at_zero() -> None:
 
 
 def test_a_setting_of_auto_out_of_its_range_is_named() -> None:
-    for name, value in (("beta", 0.0), ("spread", -1.0), ("scale", math.inf), ("freedom", -0.1), ("power", 1.5)):
+    for name, value in (
+        ("beta", 0.0),
+        ("spread", -1.0),
+        ("scale", math.inf),
+        ("freedom", -0.1),
+        ("power", 1.5),
+        ("power", 0.0),
+    ):
         with pytest.raises(ValueError, match=f"{name} must be"):
             replace(FIXED, **{name: value})
     with pytest.raises(ValueError, match='shared must be "within" or "task"'):
