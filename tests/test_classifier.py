@@ -165,10 +165,8 @@ def test_every_kind_of_collection_gives_the_same_answer(
     for kind in (paths, [Image.open(path) for path in paths], queries / 255, tensor, tensor / 255, list(queries)):
         assert (fitted.decision_function(kind) == expected).all()
     mixed = [Image.fromarray(support[0]), *list(support[1:])]
-    assert (
-        SimpleCNAPSClassifier(model, precision="float32").fit(mixed, SUPPORT_LABELS).decision_function(queries)
-        == expected
-    ).all()
+    classifier = SimpleCNAPSClassifier(model, head="mahalanobis", precision="float32").fit(mixed, SUPPORT_LABELS)
+    assert (classifier.decision_function(queries) == expected).all()
 
 
 def test_answers_do_not_depend_on_batches_company_or_support_order(
@@ -177,7 +175,9 @@ def test_answers_do_not_depend_on_batches_company_or_support_order(
     expected = fitted.decision_function(queries)
     order = np.random.default_rng(3).permutation(len(support))
     for batch_size in (1, 3, 1000):
-        classifier = SimpleCNAPSClassifier(model, precision="float32", batch_size=batch_size, n_jobs=2)
+        classifier = SimpleCNAPSClassifier(
+            model, head="mahalanobis", precision="float32", batch_size=batch_size, n_jobs=2
+        )
         classifier.fit(support[order], np.array(SUPPORT_LABELS)[order])
         assert_close(classifier.decision_function(queries), expected)
     alone = np.concatenate([fitted.decision_function(queries[i : i + 1]) for i in range(len(queries))])
@@ -188,7 +188,7 @@ def test_renaming_the_classes_permutes_the_columns(
     fitted: SimpleCNAPSClassifier, model: SimpleCNAPS, support: Pictures, queries: Pictures
 ) -> None:
     names = {"blue": "z", "green": "y", "red": "x"}
-    classifier = SimpleCNAPSClassifier(model, precision="float32").fit(
+    classifier = SimpleCNAPSClassifier(model, head="mahalanobis", precision="float32").fit(
         support, [names[label] for label in SUPPORT_LABELS]
     )
     assert_close(classifier.decision_function(queries)[:, ::-1], fitted.decision_function(queries))
@@ -308,7 +308,7 @@ def test_constructor_arguments_are_kept_and_cloned(model: SimpleCNAPS, support: 
     arguments = {
         "checkpoint": "somewhere", "head": "cosine", "adapt": False, "device": "cpu", "precision": "float32",
         "batch_size": 3, "temperature": 2.0, "unknown_label": "none", "false_rejection_rate": 0.2, "n_jobs": 2,
-        "verbose": 0,
+        "verbose": 0, "refine": 0,
     }  # fmt: skip
     classifier = SimpleCNAPSClassifier(**arguments)  # type: ignore[arg-type]
     assert classifier.get_params() == arguments
