@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.efficientnet import LITE0
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
@@ -30,13 +32,14 @@ def choose_device(device: str | torch.device) -> torch.device:
 def choose_dtype(precision: str, model: SimpleCNAPS) -> torch.dtype:
     """Precision of a model's convolutions ("auto", "float32" or "bfloat16"), on the device where the model is.
 
-    "auto" is bfloat16 for the FiLM ResNet18 where the device has it natively, else float32: for no other network has
-    the effect on predictions been measured. ValueError if ``precision`` is something else.
+    "auto" is bfloat16 for the networks of the embedded checkpoints where the device has it natively, else float32: for
+    no other network has the effect on predictions been measured. ValueError if ``precision`` is something else.
     """
     check_precision(precision)
     if precision == "auto":
-        rounded = isinstance(model.feature_extractor, FilmResNet18) and native_bfloat16(model.device)
-        return torch.bfloat16 if rounded else torch.float32
+        network = model.feature_extractor
+        measured = isinstance(network, FilmResNet18) or (isinstance(network, Backbone) and network.timm == LITE0)
+        return torch.bfloat16 if measured and native_bfloat16(model.device) else torch.float32
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 

@@ -78,6 +78,11 @@ def refined(
     progress : bool
         Show a bar.
 
+    Returns
+    -------
+    AdaptedTask
+        Refined, or ``task``.
+
     Raises
     ------
     ValueError

@@ -116,6 +116,8 @@ class FoldedConv(nn.Module):
     ) -> None:
         super().__init__()
         weight, bias = _folded(conv, bn, film)
+        if not (weight.isfinite().all() and bias.isfinite().all()):  # oneDNN's ReLU would make 0 of NaN
+            raise ValueError("the network's weights, folded with BatchNorm and FiLM, hold NaN or infinity")
         self.stride, self.padding, self.groups, self.activation = conv.stride, conv.padding, conv.groups, activation
         self.pads_by_size = _pads_by_size(conv)
         if self.pads_by_size:
@@ -130,7 +132,7 @@ class FoldedConv(nn.Module):
         if self.pads_by_size:
             weight = weight[:, :, x.shape[2] % 2 :, x.shape[3] % 2 :]
         name, numbers, activate = _ACTIVATIONS[self.activation]
-        if (name != "none" or shortcut is not None) and _fuses(x):
+        if (name != "none" if shortcut is None else name != "hardtanh") and _fuses(x):  # with a sum oneDNN has no ReLU6
             settings = weight, self.bias, self.padding, self.stride, (1, 1), self.groups
             if shortcut is None:
                 return torch.ops.mkldnn._convolution_pointwise(x, *settings, name, numbers, "")

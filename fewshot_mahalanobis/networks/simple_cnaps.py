@@ -466,7 +466,7 @@ class SimpleCNAPS(
         arguments = dict(config)
         description = arguments.pop("backbone", None)
         if description is not None:
-            return cls(**arguments, backbone=Backbone.described(description, config["image_size"], network))
+            arguments["backbone"] = Backbone.described(description, config["image_size"], network)
         with torch.device("meta"):
             return cls(**arguments)
 
