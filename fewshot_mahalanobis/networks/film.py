@@ -128,7 +128,7 @@ class FoldedConv(nn.Module):
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         """Maps (n, C_in, h, w), and maps to be added (n, C, h', w') -> maps (n, C, h', w')."""
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.pads_by_size:
             weight = weight[:, :, x.shape[2] % 2 :, x.shape[3] % 2 :]
         name, numbers, activate = _ACTIVATIONS[self.activation]
