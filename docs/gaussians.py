@@ -39,9 +39,9 @@ def features() -> tuple[Array, Array, Array, Array]:
 
 
 def discriminants(x: Array, y: Array) -> Array:
-    """The two directions (d, 2) of the largest scatter of class means in units of P = W + beta I, beta = v."""
+    """The two directions (d, 2) of the largest scatter of class means in units of P = W + beta I, beta = 30 v."""
     within = x - np.stack([x[y == label].mean(axis=0) for label in y])
-    p = within.T @ within / (len(x) - len(CLASSES)) + x.var(axis=0).mean() * np.eye(x.shape[1])
+    p = within.T @ within / (len(x) - len(CLASSES)) + 30 * x.var(axis=0).mean() * np.eye(x.shape[1])
     root = np.linalg.cholesky(p)
     means = np.stack([x[y == label].mean(axis=0) for label in CLASSES])
     whitened = np.linalg.solve(root, (means - means.mean(axis=0)).T)
