@@ -69,7 +69,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     device : str or torch.device, default="auto"
         Where the network runs; "auto" is CUDA where there is one, else the CPU.
     precision : {"auto", "float32", "bfloat16"}, default="auto"
-        Of the network's convolutions; the head always computes in float64. "auto" is bfloat16 for the embedded networks on
+        Of the network's convolutions; the head computes in float64. "auto" is bfloat16 for the embedded networks on
         processors (AVX512-BF16, AMX) and CUDA devices that have it natively, else float32; see the page "How fast".
     batch_size : int, default=64
         Images in work at a time, to bound memory; results depend on it only by rounding. A batch that does not fit into
