@@ -215,10 +215,10 @@ def fold_network(
         assert isinstance(conv, nn.Conv2d)
         assert isinstance(norm, nn.BatchNorm2d)
         if _pads_by_size(conv):
-            folded.set_submodule(conv_name, FoldedConv(conv, norm))
+            _put(folded, conv_name, FoldedConv(conv, norm))
         else:
             conv.weight, conv.bias = (nn.Parameter(x, requires_grad=False) for x in _folded(conv, norm))
-        folded.set_submodule(norm_name, _activation_of(norm))
+        _put(folded, norm_name, _activation_of(norm))
     return folded
 
 
@@ -233,3 +233,9 @@ def _activation_of(norm: nn.BatchNorm2d) -> nn.Module:
     if type(norm) is nn.BatchNorm2d:
         return nn.Identity()
     return nn.Sequential(getattr(norm, "drop", nn.Identity()), norm.act)  # type: ignore[arg-type]
+
+
+def _put(network: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module at a place by its name; ``set_submodule`` of newer versions of PyTorch."""
+    parent, _, last = name.rpartition(".")
+    setattr(network.get_submodule(parent), last, module)
