@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
-from benchmarks.feature_tasks import Adapted, Extractor, Features, classes_of, extractors, measure, test_sets
+from benchmarks.feature_peers import AUTO, PAPER, drawn
+from benchmarks.feature_tasks import Adapted, Extractor, Features, extractors, measure, test_sets
 from benchmarks.record import Record, Table
 from fewshot_mahalanobis import MahalanobisClassifier
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
 
-TASKS = ((5, 2), (5, 5), (5, 20))
-QUERIES, BINS, RATE = 10, 15, 0.1
-PAPER, AUTO = "mahalanobis", "auto"
+#: Of the tasks of :mod:`benchmarks.feature_peers`, on the same episodes.
+TASKS = ("5-way 5-shot", "5-way 20-shot", "20-way 5-shot")
+BINS, RATE = 15, 0.1
 TEMPERATURES = (1.0, "auto")
 
 #: Of an episode: confidence of each query's label and whether it is right, and the share of queries that is rejected.
@@ -27,12 +26,10 @@ def run(record: Record) -> list[Table]:
     for extractor in extractors(record) if record.data is not None else ():
         found: dict[str, dict[str, dict[str, list[Found]]]] = {}
         for name, source in test_sets(record, extractor.size).items():
-            for ways, shots in TASKS:
-                if classes_of(source, shots + QUERIES, ways) is None:
-                    continue
-                task = f"{ways}-way {shots}-shot"
-                draw, of = _drawn(source, ways, shots), partial(_episode, heads(extractor))
-                found.setdefault(task, {})[name] = measure(record, extractor, source, task, draw, of)
+            for task, draw in drawn(source).items():
+                if task in TASKS:
+                    of = partial(_episode, heads(extractor))
+                    found.setdefault(task, {})[name] = measure(record, extractor, source, task, draw, of)
         tables.append(_table(extractor.name, found))
     return tables
 
@@ -45,17 +42,6 @@ def heads(extractor: Extractor) -> dict[str, dict[str, object]]:
         paper = {"beta": head.covariance.settings.beta, "scale": head.scale}
     of = {PAPER: {"head": PAPER, **paper}, AUTO: {"head": AUTO}}
     return {f"{h}, temperature {t}": {**given, "temperature": t} for t in TEMPERATURES for h, given in of.items()}
-
-
-def _drawn(source: ImageSource, ways: int, shots: int) -> Callable[[int], Sequence[Episode]]:
-    classes = classes_of(source, shots + QUERIES, ways)
-
-    def draw(index: int) -> Sequence[Episode]:
-        assert classes is not None
-        rng = episode_rng("calibration of heads", source.name, ways, shots, index)
-        return [draw_episode(classes, [shots] * min(ways, len(classes)), QUERIES, rng)]
-
-    return draw
 
 
 def _episode(of: dict[str, dict[str, object]], episode: Sequence[Features]) -> dict[str, Found]:

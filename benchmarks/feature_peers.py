@@ -6,7 +6,8 @@ Part of ``python -m benchmarks peers``. Every method sees the same episodes, so 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,18 @@ from sklearn.covariance import ledoit_wolf_shrinkage
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
 
-from benchmarks.feature_tasks import Features, classes_of, extractors, measure, test_sets
+from benchmarks.feature_tasks import Classes, Features, classes_of, extractors, measure, test_sets
 from benchmarks.record import Record, Table
 from fewshot_mahalanobis import EuclideanHead, MahalanobisHead
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.episodes.meta_dataset import EVALUATION, VariableEpisodes
 from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
 from fewshot_mahalanobis.heads import AutoHead
 
 #: (ways, shots); left out where a set lacks the images.
 TASKS = ((5, 1), (5, 5), (5, 20), (5, 50), (20, 5), (20, 20))
+#: Meta-Dataset's episodes, of 5 to 50 ways and a number of shots for each class.
+VARIABLE = "variable"
 QUERIES = 5
 PAPER, AUTO, MEANS = "mahalanobis", "auto", "class means"
 LOGISTIC, LOGISTIC_CV, LDA = "LogisticRegression", "LogisticRegression, C by CV", "LDA (Ledoit-Wolf)"
@@ -40,25 +44,28 @@ def feature_tables(record: Record) -> list[Table]:
     for extractor in extractors(record) if record.data is not None else ():
         found: Found = {}
         for name, source in test_sets(record, extractor.size).items():
-            for ways, shots in TASKS:
-                if classes_of(source, shots + QUERIES, ways) is None:
-                    continue
-                task = f"{ways}-way {shots}-shot"
-                accuracies = measure(record, extractor, source, task, _drawn(source, ways, shots), _accuracies)
+            for task, draw in drawn(source).items():
+                accuracies = measure(record, extractor, source, task, draw, _accuracies)
                 found.setdefault(task, {})[name] = accuracies
         tables += [_averages(extractor.name, found), _differences(extractor.name, found)]
     return tables
 
 
-def _drawn(source: ImageSource, ways: int, shots: int) -> Any:
-    classes = classes_of(source, shots + QUERIES, ways)
+def drawn(source: ImageSource) -> dict[str, Callable[[int], Sequence[Episode]]]:
+    """The episode of an index, for every task that the set has the images for."""
+    tasks: dict[str, Callable[[int], Sequence[Episode]]] = {}
+    for ways, shots in TASKS:
+        if (classes := classes_of(source, shots + QUERIES, ways)) is not None:
+            tasks[f"{ways}-way {shots}-shot"] = partial(_drawn, source, classes, ways, shots)
+    if len(source.class_names) >= EVALUATION.min_way:
+        episodes = VariableEpisodes(source)
+        tasks[VARIABLE] = lambda index: [episodes.draw(index)]
+    return tasks
 
-    def draw(index: int) -> Sequence[Episode]:
-        rng = episode_rng("feature peers", source.name, ways, shots, index)
-        assert classes is not None
-        return [draw_episode(classes, [shots] * min(ways, len(classes)), QUERIES, rng)]
 
-    return draw
+def _drawn(source: ImageSource, classes: Classes, ways: int, shots: int, index: int) -> Sequence[Episode]:
+    rng = episode_rng("feature peers", source.name, ways, shots, index)
+    return [draw_episode(classes, [shots] * min(ways, len(classes)), QUERIES, rng)]
 
 
 def _accuracies(episode: Sequence[Features]) -> dict[str, float]:

@@ -203,7 +203,10 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         return transductive_logits(self._head, self._state, support, labels, queries, self.temperature_)
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Logits (n, k), for the paper's head -s (x - mu_k)^T Q_k^-1 (x - mu_k); of two second minus first (n,)."""
+        """Logits (n, k), for the paper's head -s (x - mu_k)^T Q_k^-1 (x - mu_k).
+
+        Of two classes second minus first, shape (n,).
+        """
         logits = self._logits(X).numpy()
         return logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits
 
@@ -220,8 +223,9 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         Each row is classified on its own, with ``transductive`` after all have refined the classes (page "Many queries
         at once").
         """
-        scores = outlier_score([self._logits(X)])
-        return self._output_labels[predict_or_reject(self._logits(X, transductive), scores, self.threshold_)]
+        logits = self._logits(X)
+        refined = self._logits(X, transductive) if transductive else logits
+        return self._output_labels[predict_or_reject(refined, outlier_score([logits]), self.threshold_)]
 
     def predict_proba(self, X: ArrayLike, *, transductive: bool = False) -> NDArray[np.float64]:
         """Probability of each known class (equation 1, at the temperature), shape (n, k), in ``classes_``'s order."""

@@ -325,7 +325,7 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSett
         centred = means - means.mean(dim=0)
         between = float((centred @ inverse(x, labels, beta) * centred).sum(dim=1).mean()) * k / (k - 1)
         spread = (between - freedom * float((1 / counts).mean())) / freedom
-        settings = MeansSettings(beta, min(max(spread, 0.01), 1e4), freedom, 1.0, "within", power)
+        settings = MeansSettings(beta, min(max(spread, 0.01), 1e4), 0.3 * freedom, 1.0, "within", power)
         logits = Head.leave_one_out_logits(AutoHead(settings), features, labels)[rows]
         fit = temperature_fit(logits, labels[rows], 0.25 / k)
         return replace(settings, scale=1 / fit.temperature), fit.loss * len(rows)

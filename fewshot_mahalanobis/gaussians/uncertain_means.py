@@ -10,10 +10,11 @@ the class means. Of n_k examples with mean m_k the posterior of mu_k is N(c + s_
 s_k = n_k b / (n_k b + 1), and a query of class k is distributed as N(c + s_k (m_k - c), r_k P) with
 r_k = 1 + 1 / (n_k + 1 / b). Its logit is, up to a scale,
 
-    -d_k^2 / r_k - t log r_k,    d_k the Mahalanobis distance under P to the posterior mean,
+    -d_k^2 / r_k - f log r_k,    d_k the Mahalanobis distance under P to the posterior mean,
 
-where t takes the place of the number of dimensions d in the Gaussian's log-determinant: P has support in few of them,
-and a query's squared distance to its own mean is t on average, not d. For equal shots r_k is a constant.
+where f takes the place of the number of dimensions d in the Gaussian's log-determinant. A query's squared distance to
+its own mean is t on average, not d, and few directions make most of it; so f is a share of t. With all of t, classes of
+few examples get too few queries. For equal shots r_k is a constant.
 
 Features that are never negative, as after a ReLU, are skewed: many small entries and a few large ones. Their square
 roots are nearer to a Gaussian (Goswami et al., "FeCAM: Exploiting the Heterogeneity of Class Distributions in
@@ -44,6 +45,8 @@ _GRID = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
 _CENTRE, _SPREAD = 1.0, 0.35
 #: log10(beta / v), b and the scale where every class has one example.
 _ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, _ONE_SHOT_SCALE = 1.5, 0.1, 14.0
+#: f / t, from validation classes too.
+_FREEDOM = 0.3
 #: Bounds of b.
 _MIN_SPREAD, _MAX_SPREAD = 1e-2, 1e4
 #: The choice listens to at most so many left-out examples, evenly from all classes.
@@ -63,7 +66,7 @@ class MeansSettings:
     spread : float
         b > 0: the variance of class means about their mean, in units of P.
     freedom : float
-        t >= 0: mean squared distance of a query to its own class mean.
+        f >= 0: the weight of log r_k.
     scale : float
         Factor > 0 of the logits.
     shared : {"within", "task"}
@@ -134,12 +137,11 @@ def to_power(x: Tensor, power: float) -> Tensor:
     """sign(x) |x|^power of each entry. Its gradient at zero, infinite for a power below 1, is taken as zero."""
     if power == 1.0:
         return x
-    nonzero = torch.where(x == 0, 1.0, x)
-    return torch.where(x == 0, 0.0, nonzero.sign() * nonzero.abs().pow(power))
+    return x.sign() * x.abs().clamp(min=torch.finfo(x.dtype).tiny).pow(power)
 
 
 def relative_distance(to_means: Tensor, shrink: Tensor, ratio: Tensor, to_centre: Tensor, freedom: float) -> Tensor:
-    """d_k^2 / r_k + t log r_k, (m, k), from squared distances (m, k) of queries to the means m_k.
+    """d_k^2 / r_k + f log r_k, (m, k), from squared distances (m, k) of queries to the means m_k.
 
     Distances to points of a line, and to a centre of gravity, follow from those to the points themselves:
     ||x - c||^2 is the mean of ||x - m_k||^2 less that of ||c - m_k||^2.
@@ -152,7 +154,7 @@ def relative_distance(to_means: Tensor, shrink: Tensor, ratio: Tensor, to_centre
     to_centre : Tensor of shape (k,)
         Squared distances of the m_k to c.
     freedom : float
-        t.
+        f.
     """
     query_to_centre = to_means.mean(dim=1, keepdim=True) - to_centre.mean()
     distance = (1 - shrink) * query_to_centre + shrink * to_means - shrink * (1 - shrink) * to_centre
@@ -209,10 +211,10 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
 
 
 def _fitted(left_out: LeftOut, settings: MeansSettings, labels: Tensor, rows: Tensor) -> tuple[MeansSettings, float]:
-    """Settings with t, b and the scale that suit their beta, and the leave-one-out loss per example."""
+    """Settings with f, b and the scale that suit their beta, and the leave-one-out loss per example."""
     at_beta = left_out.at(settings.beta)
-    freedom, spread = at_beta.moments()
-    settings = replace(settings, freedom=freedom, spread=spread, scale=1.0)
+    distance, spread = at_beta.moments()
+    settings = replace(settings, freedom=_FREEDOM * distance, spread=spread, scale=1.0)
     logits = at_beta.logits(settings, rows)
     fit = temperature_fit(logits, labels[rows], _PSEUDO_EXAMPLES / logits.shape[1])
     return replace(settings, scale=1.0 / fit.temperature), fit.loss
@@ -234,12 +236,14 @@ class LeftOut:
         eigenvalues, vectors = torch.linalg.eigh(v @ v.T if thin else v.T @ v)
         kept = eigenvalues > 1e-12 * eigenvalues[-1]
         self.eigenvalues, vectors = eigenvalues[kept], vectors[:, kept]  # of the scatter within classes
-        basis = v.T @ vectors / self.eigenvalues.sqrt() if thin else vectors
         self.labels, self.counts = labels, counts
-        self.v, self.means = v @ basis, centred @ basis
+        if thin:  # the basis is v^T vectors / roots, which is never formed
+            roots = self.eigenvalues.sqrt()
+            self.v, self.means = vectors * roots, centred @ v.T @ vectors / roots
+        else:
+            self.v, self.means = v @ vectors, centred @ vectors
         # Inner products (k, k) of what of the M_j lies outside the span of the v_i, where P is beta I.
-        outside = centred - self.means @ basis.T
-        self.outside = outside @ outside.T
+        self.outside = centred @ centred.T - self.means @ self.means.T
 
     @property
     def freedom(self) -> int:
