@@ -123,6 +123,7 @@ def lda_scores(x: Array, y: Array, queries: Array) -> Array:
         diagonal += prior * shrinkage * np.square(z / scale).mean() * scale**2
         rows.append(np.sqrt(prior * (1 - shrinkage) / len(z)) * z)
         means.append(mean)
+    diagonal[diagonal == 0] = np.inf  # constant in every class: least squares gives such a feature no weight
     m, u = np.stack(means), np.concatenate(rows)
     solved = m / diagonal
     solved -= np.linalg.solve(np.eye(len(u)) + (u / diagonal) @ u.T, u @ solved.T).T @ u / diagonal
