@@ -59,7 +59,7 @@ def main() -> None:
                     accuracies[method].append(right)
             found[shots].append(accuracies)
             print(source.name, shots, {method: round(100 * float(np.mean(a)), 1) for method, a in accuracies.items()})
-    header = ["", *(f"{shots} shots ({len(sets)} sets)" for shots, sets in found.items())]
+    header = ["", *(f"{shots}-shot ({len(sets)} sets)" for shots, sets in found.items())]
     rows = [
         [method, *(f"{100 * np.mean([s[method] for s in sets]):.1f}" for sets in found.values())] for method in METHODS
     ]

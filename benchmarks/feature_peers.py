@@ -22,6 +22,7 @@ from fewshot_mahalanobis import EuclideanHead, MahalanobisHead
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.meta_dataset import EVALUATION, VariableEpisodes
 from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
+from fewshot_mahalanobis.evaluation import Accuracy
 from fewshot_mahalanobis.heads import AutoHead
 
 #: (ways, shots); left out where a set lacks the images.
@@ -47,7 +48,11 @@ def feature_tables(record: Record) -> list[Table]:
             for task, draw in drawn(source).items():
                 accuracies = measure(record, extractor, source, task, draw, _accuracies)
                 found.setdefault(task, {})[name] = accuracies
-        tables += [_averages(extractor.name, found), _differences(extractor.name, found)]
+        tables += [
+            _averages(extractor.name, found),
+            _differences(extractor.name, found),
+            _by_set(extractor.name, found),
+        ]
     return tables
 
 
@@ -152,6 +157,24 @@ def _differences(kind: str, found: Found) -> Table:
         rows.append([f"auto less {method}", *cells])
     note = "Points within episodes, mean of the sets with its 95 % interval; in brackets the least favourable set."
     return Table(f"Gain of the auto head on {kind} features", ["", *found], rows, note)
+
+
+def _by_set(kind: str, found: Found) -> Table:
+    """Of every set, the auto head's accuracy, and what it gains over the best of the linear classifiers there."""
+    rows = []
+    for name in dict.fromkeys(name for sets in found.values() for name in sets):
+        cells = []
+        for sets in found.values():
+            of = sets.get(name, {})
+            linear = [of[method] for method in (LOGISTIC, LOGISTIC_CV, LDA) if of.get(method)]
+            if not linear:
+                cells.append("—")
+                continue
+            gains = Accuracy.of(np.array(of[AUTO]) - np.array(max(linear, key=np.mean)))
+            cells.append(f"{100 * np.mean(of[AUTO]):.1f} ({100 * gains.mean:+.1f} ± {100 * gains.half_width:.1f})")
+        rows.append([name, *cells])
+    note = "In brackets the gain over the best of the linear classifiers on that set, points within episodes."
+    return Table(f"The auto head on {kind} features, set by set", ["set", *found], rows, note)
 
 
 def gain(pairs: dict[str, tuple[Sequence[float], Sequence[float]]]) -> str:

@@ -71,7 +71,9 @@ def run(record: Record) -> list[Table]:
     return [
         Table("Head against the d x d inverse of each class", header, speed, note),
         Table(
-            "Share of the head in a whole task", ["task", "precision", "fit + predict", "head", "share of fit", "aim"], shares
+            "Share of the head in a whole task",
+            ["task", "precision", "fit + predict", "head", "share of fit", "aim"],
+            shares,
         ),
         Table('head="auto": settings chosen and fitted, d = 512', ["support set", "time", "aim"], choosing),
         Table("Memory of the head", ["task", "peak beyond the features", "aim", "time"], memory),

@@ -313,7 +313,7 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSett
         p = reference.pooled_covariance(x, y) + beta * torch.eye(x.shape[1], dtype=x.dtype)
         return torch.linalg.inv(p)
 
-    def fitted(power: float, beta: float) -> tuple[MeansSettings, float]:
+    def fitted(power: float, beta: float, share: float = 0.0) -> tuple[MeansSettings, float, float]:
         x, own = features**power, []
         for i in paired.tolist():
             rest = torch.arange(len(x)) != i
@@ -325,10 +325,12 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSett
         centred = means - means.mean(dim=0)
         between = float((centred @ inverse(x, labels, beta) * centred).sum(dim=1).mean()) * k / (k - 1)
         spread = (between - freedom * float((1 / counts).mean())) / freedom
-        settings = MeansSettings(beta, min(max(spread, 0.01), 1e4), 0.3 * freedom, 1.0, "within", power)
+        settings = MeansSettings(beta, min(max(spread, 0.01), 1e4), share * freedom, 1.0, "within", power)
         logits = Head.leave_one_out_logits(AutoHead(settings), features, labels)[rows]
         fit = temperature_fit(logits, labels[rows], 0.25 / k)
-        return replace(settings, scale=1 / fit.temperature), fit.loss * len(rows)
+        of_each = torch.nn.functional.cross_entropy(logits / fit.temperature, labels[rows], reduction="none")
+        of_class = [of_each[labels[rows] == label].mean() for label in labels[rows].unique().tolist()]
+        return replace(settings, scale=1 / fit.temperature), fit.loss * len(rows), float(sum(of_class))
 
     def unit(power: float) -> float:
         return float((features**power).var(dim=0).mean())
@@ -338,7 +340,13 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSett
     losses = [fitted(power, unit(power) * 10**exponent)[1] for exponent in exponents.tolist()]
     prior = torch.distributions.Normal(1.0, 0.35).log_prob(exponents)
     posterior = torch.softmax(prior - torch.tensor(losses), dim=0)
-    return fitted(power, unit(power) * 10 ** float(posterior @ exponents))[0]
+    beta = unit(power) * 10 ** float(posterior @ exponents)
+    if counts.min() == counts.max():
+        return fitted(power, beta)[0]
+    shares = torch.linspace(0, 1, 6, dtype=torch.float64)
+    likelihood = torch.tensor([-5 * fitted(power, beta, share)[2] for share in shares.tolist()])
+    prior = torch.distributions.HalfNormal(torch.tensor(0.2, dtype=torch.float64)).log_prob(shares)
+    return fitted(power, beta, float(torch.softmax(prior + likelihood, dim=0) @ shares))[0]
 
 
 @pytest.mark.parametrize(("shots", "d", "most"), [([4, 2, 5, 1], 12, 500), ([6, 9, 3], 3, 500), ([8, 8], 5, 7)])

@@ -13,8 +13,8 @@ r_k = 1 + 1 / (n_k + 1 / b). Its logit is, up to a scale,
     -d_k^2 / r_k - f log r_k,    d_k the Mahalanobis distance under P to the posterior mean,
 
 where f takes the place of the number of dimensions d in the Gaussian's log-determinant. A query's squared distance to
-its own mean is t on average, not d, and few directions make most of it; so f is a share of t. With all of t, classes of
-few examples get too few queries. For equal shots r_k is a constant.
+its own mean is t on average, not d, and few directions make most of it; so f is a share of t, often a small one: with
+all of t, classes of few examples get too few queries. For equal shots r_k is a constant.
 
 Features that are never negative, as after a ReLU, are skewed: many small entries and a few large ones. Their square
 roots are nearer to a Gaussian (Goswami et al., "FeCAM: Exploiting the Heterogeneity of Class Distributions in
@@ -22,8 +22,8 @@ Exemplar-Free Continual Learning", NeurIPS 2023, take powers for this), and x st
 likelihood is higher so.
 
 This is probabilistic linear discriminant analysis (Ioffe, "Probabilistic Linear Discriminant Analysis", ECCV 2006) with
-the covariance between classes proportional to the one within. t and b are moments of leave-one-out distances; beta and
-the scale maximise the leave-one-out likelihood.
+the covariance between classes proportional to the one within. t and b are moments of leave-one-out distances; beta, f
+and the scale maximise the leave-one-out likelihood.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ _GRID = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
 _CENTRE, _SPREAD = 1.0, 0.35
 #: log10(beta / v), b and the scale where every class has one example.
 _ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, _ONE_SHOT_SCALE = 1.5, 0.1, 14.0
-#: f / t, from validation classes too.
-_FREEDOM = 0.3
+#: Candidates for f / t. Its prior is half a normal, and in its likelihood every class counts as so many examples, lest
+#: large classes decide alone; both from validation classes.
+_SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_SHARE_SPREAD, _CLASS_EXAMPLES = 0.2, 5
 #: Bounds of b.
 _MIN_SPREAD, _MAX_SPREAD = 1e-2, 1e4
 #: The choice listens to at most so many left-out examples, evenly from all classes.
@@ -203,21 +205,40 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
     _, unit, centre, left_out = min(starts, key=lambda start: start[0])
     betas = [unit * 10**exponent for exponent in _GRID]
     fits = [_fitted(left_out, replace(centre, beta=beta), labels, rows)[1] for beta in betas]
-    losses = torch.tensor(fits, dtype=torch.float64) * len(rows)
     exponents = torch.tensor(_GRID, dtype=torch.float64)
-    posterior = torch.softmax(-losses - ((exponents - _CENTRE) / _SPREAD).square() / 2, dim=0)
-    beta = unit * 10 ** float(posterior @ exponents)
-    return _fitted(left_out, replace(centre, beta=beta), labels, rows)[0]
+    posterior = _posterior(torch.tensor(fits) * len(rows), (exponents - _CENTRE) / _SPREAD)
+    settings = replace(centre, beta=unit * 10 ** float(posterior @ exponents))
+    if int(counts.min()) == int(counts.max()):
+        return _fitted(left_out, settings, labels, rows)[0]
+    losses = [_class_loss(left_out, settings, labels, rows, share) for share in _SHARES]
+    shares = torch.tensor(_SHARES, dtype=torch.float64)
+    posterior = _posterior(torch.tensor(losses) * _CLASS_EXAMPLES, shares / _SHARE_SPREAD)
+    return _fitted(left_out, settings, labels, rows, float(posterior @ shares))[0]
 
 
-def _fitted(left_out: LeftOut, settings: MeansSettings, labels: Tensor, rows: Tensor) -> tuple[MeansSettings, float]:
+def _posterior(losses: Tensor, deviations: Tensor) -> Tensor:
+    """Posterior of candidates from minus their log-likelihoods, and their distances from a normal prior's centre."""
+    return torch.softmax(-losses.double() - deviations.square() / 2, dim=0)
+
+
+def _fitted(
+    left_out: LeftOut, settings: MeansSettings, labels: Tensor, rows: Tensor, share: float = 0.0
+) -> tuple[MeansSettings, float]:
     """Settings with f, b and the scale that suit their beta, and the leave-one-out loss per example."""
     at_beta = left_out.at(settings.beta)
     distance, spread = at_beta.moments()
-    settings = replace(settings, freedom=_FREEDOM * distance, spread=spread, scale=1.0)
+    settings = replace(settings, freedom=share * distance, spread=spread, scale=1.0)
     logits = at_beta.logits(settings, rows)
     fit = temperature_fit(logits, labels[rows], _PSEUDO_EXAMPLES / logits.shape[1])
     return replace(settings, scale=1.0 / fit.temperature), fit.loss
+
+
+def _class_loss(left_out: LeftOut, settings: MeansSettings, labels: Tensor, rows: Tensor, share: float) -> float:
+    """Sum over classes of the mean leave-one-out loss of their examples."""
+    settings, _ = _fitted(left_out, settings, labels, rows, share)
+    logits, own = left_out.at(settings.beta).logits(settings, rows), labels[rows]
+    losses = torch.nn.functional.cross_entropy(logits, own, reduction="none")
+    return float((losses / own.bincount()[own]).sum())
 
 
 class LeftOut:
