@@ -1,4 +1,4 @@
-"""Measure, print the tables, and write them into docs/speed.md.
+"""Measure, print the tables, and write them into the documentation.
 
 Several minutes for each benchmark, on an idle machine. What is measured is kept in benchmarks/results, so that a run
 that was cut off goes on; ``--again`` measures anew.
@@ -15,25 +15,26 @@ from pathlib import Path
 from benchmarks.record import RESULTS, Record, Table, machine
 from fewshot_mahalanobis.evaluation.tables import markdown_table
 
-PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
+DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-NAMES = (
-    "startup",
-    "task",
-    "checkpoints",
-    "head",
-    "streaming",
-    "scaling",
-    "export",
-    "compile",
-    "peers",
-    "unbalanced",
-    "calibration",
-    "transduction",
-    "precision",
-    "ray_labelling",
-    "meta_training",
-)
+#: The page of each benchmark's tables.
+PAGES = {
+    "speed.md": (
+        "startup",
+        "task",
+        "checkpoints",
+        "head",
+        "streaming",
+        "scaling",
+        "export",
+        "compile",
+        "precision",
+        "ray_labelling",
+        "meta_training",
+    ),
+    "heads_measured.md": ("peers", "unbalanced", "calibration", "transduction"),
+}
+NAMES = sum(PAGES.values(), ())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record.tables = importlib.import_module(f"benchmarks.{name}").run(record)
         record.write()
         print("\n" + markdown(record.tables))
-    if not chosen.quick:
-        write_page(PAGE, [Record(name).read() for name in NAMES])
+    for page, of in PAGES.items():
+        if not chosen.quick and set(names) & set(of):
+            write_page(DOCS / page, [Record(name).read() for name in of])
 
 
 def _data() -> Path | None:
