@@ -285,7 +285,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         return torch.cat([scores.cpu() for *_, scores in self._seen(X, "outlier_score")]).numpy()
 
     def decision_function(self, X: Any) -> NDArray[np.float32]:
-        """Logits (m, k), for the paper's head -s times squared distances; of two classes log-odds (m,) of the second."""
+        """Logits (m, k), of the paper's head -s times squared distances; of two classes log-odds (m,) of the second."""
         logits = torch.cat([logits.cpu() for logits in self._logits(X, "decision_function")])
         return (logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits).numpy()
 
