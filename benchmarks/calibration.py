@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.feature_peers import AUTO, PAPER, drawn
 from benchmarks.feature_tasks import Adapted, Extractor, Features, extractors, measure, test_sets
 from benchmarks.record import Record, Table
-from fewshot_mahalanobis import MahalanobisClassifier
+from fewshot_mahalanobis import MahalanobisClassifier, MahalanobisHead
 
 #: Of the tasks of :mod:`benchmarks.feature_peers`, on the same episodes.
 TASKS = ("5-way 5-shot", "5-way 20-shot", "20-way 5-shot")
@@ -37,8 +37,7 @@ def run(record: Record) -> list[Table]:
 def heads(extractor: Extractor) -> dict[str, dict[str, object]]:
     """Arguments of MahalanobisClassifier by method: the paper's head as the checkpoint has it, or choosing beta."""
     paper: dict[str, object] = {"beta": "auto"}
-    if isinstance(extractor, Adapted):
-        head = extractor.model.head
+    if isinstance(extractor, Adapted) and isinstance(head := extractor.model.head, MahalanobisHead):
         paper = {"beta": head.covariance.settings.beta, "scale": head.scale}
     of = {PAPER: {"head": PAPER, **paper}, AUTO: {"head": AUTO}}
     return {f"{h}, temperature {t}": {**given, "temperature": t} for t in TEMPERATURES for h, given in of.items()}

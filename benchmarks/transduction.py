@@ -102,4 +102,4 @@ def _table(kind: str, shots: int, sets: dict[str, dict[str, list[Pair]]]) -> Tab
         rows.append([name, *(f"{mean:.1f}" for mean in means), gain(pairs), each])
     note = f"Sets, in order: {', '.join(sets)}. With 95 % interval, and the set with the least."
     header = ["head, queries", "without", "with", "points within episodes", "by set"]
-    return Table(f"Transduction, {kind} features, 5-way, {shots} shots", header, rows, note)
+    return Table(f"Transduction, {kind} features, 5-way {shots}-shot", header, rows, note)
