@@ -1,4 +1,7 @@
-"""What a benchmark has measured so far, kept on disk so that a run that was cut off goes on."""
+"""What a benchmark has measured so far, kept on disk so that a run that was cut off goes on.
+
+Its tables are in git, the values of every round and episode are not.
+"""
 
 from __future__ import annotations
 
@@ -60,20 +63,27 @@ class Record:
     def write(self) -> None:
         if self.folder is None:
             return
-        self.folder.mkdir(exist_ok=True)
         tables = [asdict(table) for table in self.tables]
-        text = json.dumps({"machine": self.machine, "tables": tables, "values": self.values}, indent=1)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(text + "\n")
-        os.replace(temporary, self.path)
+        _write(self.path, {"machine": self.machine, "tables": tables})
+        _write(self.folder / "values" / self.path.name, self.values)
 
     def read(self) -> Record:
-        """Go on from the file, if there is one."""
-        if self.folder is not None and self.path.exists():
+        """Go on from the files, if they are there."""
+        if self.folder is None:
+            return self
+        if self.path.exists():
             stored = json.loads(self.path.read_text())
-            self.values, self.machine = stored["values"], stored["machine"]
-            self.tables = [Table(**table) for table in stored["tables"]]
+            self.machine, self.tables = stored["machine"], [Table(**table) for table in stored["tables"]]
+        if (values := self.folder / "values" / self.path.name).exists():
+            self.values = json.loads(values.read_text())
         return self
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)
 
 
 def machine() -> str:
