@@ -77,7 +77,7 @@ def test_of_equal_names_the_later_gets_a_number(
 def test_files_in_doubt_go_to_the_unsure_folder(files: list[Path], tmp_path: Path) -> None:
     classifier = tiny_classifier()
     sure = classifier.predict_proba(files).max(axis=1)
-    limit = float(sorted(sure)[3])
+    limit = float(np.sort(sure)[2:4].mean())  # between two, as other batches round otherwise
     rows, _ = sort_files(classifier, files, tmp_path / "one", min_probability=limit)
     assert [row.sorted_as.startswith(UNSURE) for row in rows] == [p < limit for p in sure]
 
