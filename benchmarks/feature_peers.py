@@ -150,7 +150,9 @@ def _averages(kind: str, found: Found) -> Table:
         means = [[np.mean(of[method]) for of in sets.values() if of.get(method)] for sets in found.values()]
         rows.append([method, *(f"{100 * np.mean(values):.1f}" if values else "—" for values in means)])
     header = ["", *(f"{task} ({len(sets)} sets)" for task, sets in found.items())]
-    return Table(f"Accuracy on {kind} features, mean of the sets, per cent", header, rows)
+    episodes = {task: min(len(of[AUTO]) for of in sets.values()) for task, sets in found.items()}
+    note = f"Episodes of a set: {', '.join(f'{number} {task}' for task, number in episodes.items())}."
+    return Table(f"Accuracy on {kind} features, mean of the sets, per cent", header, rows, note)
 
 
 def _differences(kind: str, found: Found) -> Table:
