@@ -363,6 +363,20 @@ def test_auto_chooses_what_refitting_without_each_example_says(
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5), name
 
 
+def test_auto_chooses_the_power_on_the_classes_of_most_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels, _ = make_task(7, [3, 12, 1, 12, 2], 10, dtype=torch.float64)
+    features = features.abs() + 0.1
+    large = (labels == 1) | (labels == 3)
+    features[large] = features[large] ** 4  # of these alone the roots are Gaussian
+    monkeypatch.setattr(uncertain_means, "_POWER_CLASSES", 2)
+    of_large = choose_means_settings(features[large], (labels[large] == 3).long())
+    assert choose_means_settings(features, labels).power == of_large.power == 0.5
+    features[large] = features[large] ** 0.25
+    features[~large] = features[~large] ** 4
+    of_large = choose_means_settings(features[large], (labels[large] == 3).long())
+    assert choose_means_settings(features, labels).power == of_large.power == 1.0
+
+
 def test_auto_of_one_shot_everywhere_has_the_priors_settings() -> None:
     features, labels, _ = make_task(6, [1, 1, 1], 8, dtype=torch.float64)
     variance = float(features.var(dim=0).mean())

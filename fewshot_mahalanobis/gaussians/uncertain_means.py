@@ -52,7 +52,9 @@ _SHARE_SPREAD, _CLASS_EXAMPLES = 0.2, 5
 #: Bounds of b.
 _MIN_SPREAD, _MAX_SPREAD = 1e-2, 1e4
 #: The choice listens to at most so many left-out examples, evenly from all classes.
-_MAX_LEFT_OUT = 500
+_MAX_LEFT_OUT = 250
+#: The power is chosen on the classes of most examples, at most so many.
+_POWER_CLASSES = 10
 #: Label smoothing in the leave-one-out likelihood, in pseudo-examples over all classes.
 _PSEUDO_EXAMPLES = 0.25
 
@@ -192,17 +194,10 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
         return MeansSettings(unit * 10**_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, 0.0, _ONE_SHOT_SCALE, "task")
     if len(counts) == 1:
         return MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within")
-    order = labels.argsort(stable=True)
-    order = order[counts[labels[order]] > 1]
-    rows = order[:: max(1, math.ceil(len(order) / _MAX_LEFT_OUT))]
-    starts = []
-    for power in (1.0, 0.5) if bool((x >= 0).all()) else (1.0,):
-        powered = to_power(x, power)
-        unit = float(powered.var(dim=0).mean())
-        centre = MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
-        left_out = LeftOut(powered, labels, counts)
-        starts.append((_fitted(left_out, centre, labels, rows)[1], unit, centre, left_out))
-    _, unit, centre, left_out = min(starts, key=lambda start: start[0])
+    power = _chosen_power(x, labels, counts) if bool((x >= 0).all()) else 1.0
+    x = to_power(x, power)
+    unit, rows, left_out = float(x.var(dim=0).mean()), _left_out_rows(labels, counts), LeftOut(x, labels, counts)
+    centre = MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
     betas = [unit * 10**exponent for exponent in _GRID]
     fits = [_fitted(left_out, replace(centre, beta=beta), labels, rows)[1] for beta in betas]
     exponents = torch.tensor(_GRID, dtype=torch.float64)
@@ -214,6 +209,26 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
     shares = torch.tensor(_SHARES, dtype=torch.float64)
     posterior = _posterior(torch.tensor(losses) * _CLASS_EXAMPLES, shares / _SHARE_SPREAD)
     return _fitted(left_out, settings, labels, rows, float(posterior @ shares))[0]
+
+
+def _chosen_power(x: Tensor, labels: Tensor, counts: Tensor) -> float:
+    """1, or 1/2 where the left-out examples are more likely so."""
+    few = torch.isin(labels, counts.argsort(descending=True, stable=True)[:_POWER_CLASSES])
+    _, labels, counts = labels[few].unique(return_inverse=True, return_counts=True)
+    rows, losses = _left_out_rows(labels, counts), {}
+    for power in (1.0, 0.5):
+        powered = to_power(x[few], power)
+        beta = float(powered.var(dim=0).mean()) * 10**_CENTRE
+        centre = MeansSettings(beta, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
+        losses[power] = _fitted(LeftOut(powered, labels, counts), centre, labels, rows)[1]
+    return min(losses, key=lambda power: losses[power])
+
+
+def _left_out_rows(labels: Tensor, counts: Tensor) -> Tensor:
+    """Rows of the examples to leave out, class by class, of classes of more than one."""
+    order = labels.argsort(stable=True)
+    order = order[counts[labels[order]] > 1]
+    return order[:: max(1, math.ceil(len(order) / _MAX_LEFT_OUT))]
 
 
 def _posterior(losses: Tensor, deviations: Tensor) -> Tensor:
