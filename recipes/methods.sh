@@ -13,7 +13,7 @@ train() {
 
 recipe=${1:?"sh methods.sh PATH/OF/methods.toml"}
 train protonet 1.8e-3
-train matchingnet 5e-3
+train matchingnet 1e-3
 train relationnet 9e-4
 train gaussian_protonet 1.8e-3
 train tadam 5e-4

@@ -1,9 +1,9 @@
 """Relation networks: a learned comparison of a query with each class.
 
 Sung, Yang, Zhang, Xiang, Torr & Hospedales, "Learning to Compare: Relation Network for Few-Shot Learning", CVPR 2018.
-The published relation module has two convolutional blocks of 64 maps before its layers of 8 and 1; here the maps are
-pooled first, as for all methods, and a linear layer of 64 is in the blocks' place. Of several shots the mean is taken
-(as in Meta-Dataset), not the sum.
+The published relation module has two convolutional blocks of 64 maps, with batch normalisation, before its layers of 8
+and 1; here the maps are pooled first, as for all methods, and linear layers take the place of the convolutions. Of
+several shots the mean is taken (as in Meta-Dataset), not the sum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RelationNet(Method[Tensor]):
     def __init__(self, in_features: int) -> None:
         super().__init__()
         self.relation = nn.Sequential(
-            nn.Linear(2 * in_features, 64), nn.ReLU(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid()
+            *_block(2 * in_features), *_block(64), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid()
         )
 
     def fit_features(self, features: Tensor, labels: Tensor) -> Tensor:
@@ -36,8 +36,12 @@ class RelationNet(Method[Tensor]):
         """Relation scores g(C(f(class), f(query))), C the concatenation: equation 1."""
         shape = (len(queries), *state.shape)
         pairs = torch.cat([state.expand(shape), queries[:, None].expand(shape)], dim=2)
-        return self.relation(pairs)[..., 0]
+        return self.relation(pairs.flatten(0, 1)).view(shape[:2])
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Squared error of the scores, 1 for the right class and 0 for the others: equation 2."""
         return F.mse_loss(logits, F.one_hot(labels, logits.shape[1]).to(logits.dtype))
+
+
+def _block(in_features: int) -> tuple[nn.Module, ...]:
+    return nn.Linear(in_features, 64), nn.BatchNorm1d(64), nn.ReLU()

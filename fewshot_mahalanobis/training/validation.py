@@ -41,7 +41,8 @@ def validate(
     ``model`` must be identical in every process; the result does not depend on their number. ``workers`` processes
     decode images, per process of the run.
     """
-    means = {}
+    means, training = {}, model.training
+    model.eval()  # the relation module has batch normalisation
     for name, episodes in tasks.items():
         accuracies = torch.zeros(len(episodes), dtype=torch.float32, device=accelerator.device)
         mine = range(len(episodes))[accelerator.process_index :: accelerator.num_processes]
@@ -53,4 +54,5 @@ def validate(
             right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
             accuracies[number] = right.float().mean()
         means[name] = float(accelerator.reduce(accuracies, "sum").double().mean())
+    model.train(training)
     return means

@@ -117,15 +117,31 @@ def test_gaussian_protonet_weighs_images_and_directions(task: tuple[Tensor, Tens
 
 def test_relationnet_scores_the_pair_of_class_and_query(task: tuple[Tensor, Tensor, Tensor]) -> None:
     features, labels, queries = task
-    method = make("relationnet")
+    method = make("relationnet").eval()
     scores = method(*task)
     for i, query in enumerate(queries):
         for k in range(4):
             pair = torch.cat([features[labels == k].mean(dim=0), query])
-            torch.testing.assert_close(scores[i, k], method.relation(pair)[0])
+            torch.testing.assert_close(scores[i, k], method.relation(pair[None])[0, 0])
     right, scores = [3, 0, 1, 1, 2, 0], scores.detach()
     error = sum((float(scores[i, k]) - (k == right[i])) ** 2 for i in range(6) for k in range(4)) / 24
     assert method.loss(scores, torch.tensor(right)).item() == pytest.approx(error)
+
+
+def test_relationnet_learns_to_compare_features_that_are_never_negative() -> None:
+    method = make("relationnet", 128)
+    optimizer, right = torch.optim.Adam(method.parameters(), lr=1e-3), []
+    for seed in range(150):
+        features, labels, _ = make_task(seed, [4] * 5, 128)
+        order = labels.argsort(stable=True)
+        features, query = features[order].relu(), torch.arange(20) % 4 == 0
+        labels = labels[order]
+        logits = method(features[~query], labels[~query], features[query])
+        optimizer.zero_grad()
+        method.loss(logits, labels[query]).backward()
+        optimizer.step()
+        right.append(float((logits.argmax(1) == labels[query]).float().mean()))
+    assert sum(right[-30:]) / 30 > 0.5, "chance is 0.2"
 
 
 def test_tadam_scales_the_logits_of_protonet(task: tuple[Tensor, Tensor, Tensor]) -> None:
