@@ -2,7 +2,8 @@
 
 Fort, "Gaussian Prototypical Networks for Few-Shot Learning on Omniglot", 2017: the encoder gives a vector and a
 diagonal inverse covariance S = 1 + softplus(S_raw). Here S_raw is a linear layer on the features; the paper takes it
-from the encoder's last layer.
+from the encoder's last layer. The inverse covariance of a class is the mean of its images', not their sum: all classes
+of the paper have equally many, and a sum makes the class of most images the farthest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.baselines.method import Method
+from fewshot_mahalanobis.gaussians.inputs import class_means
 
 
 class Gaussians(NamedTuple):
@@ -25,7 +27,7 @@ class Gaussians(NamedTuple):
 class GaussianProtoNet(Method[Gaussians]):
     """Logits = -(x - p_k)^T S_k (x - p_k), S_k diagonal.
 
-    Images of which the network is sure count for more, and so do classes with more images: S_k is a sum.
+    Images of which the network is sure count for more.
     """
 
     name, title = "gaussian_protonet", "ProtoNet, diagonal covariance"
@@ -38,9 +40,8 @@ class GaussianProtoNet(Method[Gaussians]):
     def fit_features(self, features: Tensor, labels: Tensor) -> Gaussians:
         """Combine the Gaussians of the images of each class."""
         precision = 1 + F.softplus(self.raw(features))
-        empty = features.new_zeros(int(labels.max()) + 1, features.shape[1])
-        total = empty.index_add(0, labels, precision)  # S_k = sum of s_i
-        return Gaussians(empty.index_add(0, labels, precision * features) / total, total)  # p_k = sum of s_i x_i / S_k
+        means = class_means(precision, labels)  # S_k = mean of s_i
+        return Gaussians(class_means(precision * features, labels) / means, means)  # p_k = mean of s_i x_i / S_k
 
     def compare(self, state: Gaussians, queries: Tensor) -> Tensor:
         """Squared distances, expanded about the mean of the centres."""

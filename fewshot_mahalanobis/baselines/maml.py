@@ -1,8 +1,9 @@
 """First-order MAML: a few gradient steps on the support set from weights that were trained for it.
 
 Finn, Abbeel & Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017, without second
-derivatives (section 5.2). The settings are those of Meta-Dataset (Triantafillou et al., ICLR 2020) for training on all
-its sources: the last layer starts at zero, BatchNorm's weights stay, and evaluation takes five steps more.
+derivatives (section 5.2), with its step size and numbers of steps for mini-ImageNet. As in Meta-Dataset (Triantafillou et
+al., ICLR 2020) the last layer starts at zero, and BatchNorm's weights stay. Meta-Dataset's steps, ten times as large,
+led to infinite weights on our pretrained network.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class MAML(Method[LinearClassifier]):
     name, title, paper_title = "maml", "first-order MAML", "MAML"
     needs_training = True
     adaptation = "gradients"
-    learning_rate = 0.0992
+    learning_rate = 0.01
     #: Gradient steps in training, and afterwards.
-    training_steps, steps = 10, 15
+    training_steps, steps = 5, 10
 
     def first_layer(self, features: Tensor, labels: Tensor) -> LinearClassifier:
         """The layer that the steps begin with, of support features (n, d) and labels (n,)."""

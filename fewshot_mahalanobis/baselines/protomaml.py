@@ -1,7 +1,8 @@
 """First-order Proto-MAML: MAML whose last layer starts as that of a prototypical network.
 
 Triantafillou et al., "Meta-Dataset: A Dataset of Datasets for Learning to Learn from Few Examples", ICLR 2020, section
-3.2, with the settings of their best model trained on all sources.
+3.2, with the numbers of steps of their best model trained on all sources. Its step size, 0.02, took accuracy to chance on
+our pretrained network; this one was chosen on validation classes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class ProtoMAML(MAML):
     """MAML from W_k = 2 c_k and b_k = -||c_k||^2: up to a constant, minus the squared distance to the class mean."""
 
     name, title, paper_title = "protomaml", "first-order Proto-MAML", "ProtoMAML"
-    learning_rate = 0.0199
+    learning_rate = 0.004
     training_steps, steps = 1, 6
 
     def first_layer(self, features: Tensor, labels: Tensor) -> LinearClassifier:
