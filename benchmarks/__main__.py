@@ -33,6 +33,7 @@ PAGES = {
         "meta_training",
     ),
     "heads_measured.md": ("peers", "unbalanced", "calibration", "transduction"),
+    "which_method.md": ("methods",),
 }
 NAMES = sum(PAGES.values(), ())
 

@@ -1,93 +1,155 @@
 """Which method when: accuracy and seconds against the number of shots, every method on the same episodes.
 
-    python -m benchmarks.methods SOURCE... [--shots 1,5,20] [--episodes 20] [--output FILE]
-
-A method is a ``SimpleCNAPSClassifier``, images in and labels out; its seconds are those of ``fit`` and ``predict`` with
-the model loaded, and the methods take turns in every episode. A source takes part at every number of shots that its
-classes allow. What the file of ``--output`` holds is not measured again.
+5-way tasks with ten queries a class, on the test sets. Methods that need no training, on the features of the network as
+it is or adapted to the task; gradient steps on top of the adaptation (``refine="auto"``); and scikit-learn's
+LogisticRegression. Seconds are those of one method alone: support images and queries in, labels out.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from benchmarks.record import Record, machine
-from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
+from benchmarks.feature_peers import gain, in_support_span
+from benchmarks.feature_tasks import test_sets
+from benchmarks.record import Record, Table
+from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.baselines import METHODS
-from fewshot_mahalanobis.data.sources import ImageSource, load_source
-from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
+from fewshot_mahalanobis.checkpoints.table import DEFAULT
+from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.devices import choose_dtype
+from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.evaluation.result import Accuracy
-from fewshot_mahalanobis.evaluation.tables import markdown_table
+from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
+from fewshot_mahalanobis.refine import refined
 
-WAYS, QUERIES = 5, 10
-#: Arguments of the classifier by the method's name in the tables.
-CLASSIFIERS: dict[str, dict[str, Any]] = {
-    "head chosen by itself": {},
-    "Simple CNAPS": {"head": "mahalanobis"},
-    "not adapted": {"adapt": False},
-    **{
-        f"{method.title}, not adapted": {"head": method(), "adapt": False}
-        for method in METHODS.values()
-        if not method.needs_training
-    },
+WAYS, QUERIES, SHOTS = 5, 10, (1, 2, 5, 10, 20, 50, 100)
+#: Sets of which no checkpoint of ours has seen a class in training.
+OUTSIDE = ("cifar10", "cifar100", "fashion_mnist", "gtsrb", "mnist")
+#: Of the table of seconds.
+ROUNDS = 3
+
+WORST = "With 95 % intervals, and the set with the least."
+
+#: Support features, their labels and query features in, predicted labels out.
+Classify = Callable[[Tensor, Tensor, Tensor], NDArray[np.int64]]
+
+
+def logistic_regression(support: Tensor, labels: Tensor, queries: Tensor) -> NDArray[np.int64]:
+    x, q = in_support_span(support.numpy(), queries.numpy())
+    return LogisticRegression(max_iter=1000).fit(x, labels.numpy()).predict(q)
+
+
+def _head(make: Callable[[], torch.nn.Module]) -> Classify:
+    return lambda support, labels, queries: make()(support, labels, queries).argmax(dim=1).numpy()
+
+
+OURS, REFINED = "adapted: the default", 'adapted, refine="auto"'
+ADAPTED: dict[str, Classify] = {OURS: _head(AutoHead), "adapted, the paper's head": _head(MahalanobisHead)}
+FROZEN: dict[str, Classify] = {
+    "not adapted": _head(AutoHead),
+    "not adapted, LogisticRegression": logistic_regression,
+    **{f"not adapted, {m.title}": _head(m) for m in METHODS.values() if not m.needs_training},
 }
+NAMES = (OURS, REFINED, *list(ADAPTED)[1:], *FROZEN)
+
+#: Accuracy (or seconds) of each method in each episode, by set.
+Found = dict[str, dict[str, list[float]]]
 
 
-def measure(source: ImageSource, shots: int, episodes: int, checkpoint: str) -> dict[str, list[tuple[float, float]]]:
-    """Share of right queries and seconds of every method in every episode."""
-    drawn = FixedEpisodes(source, min(WAYS, len(source.class_names)), shots, QUERIES)
+def run(record: Record) -> list[Table]:
+    if record.data is None:
+        return []
+    checkpoint = DEFAULT if record.checkpoint == "default" else record.checkpoint
     model = load_checkpoint(checkpoint)
-    classifiers = {name: SimpleCNAPSClassifier(model, **settings) for name, settings in CLASSIFIERS.items()}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in classifiers}
-    for index in tqdm(range(episodes), desc=f"{source.name}, {shots} shots"):
-        episode = drawn.draw(index)
-        support, queries = source.images[episode.support], source.images[episode.query]
-        for name, classifier in classifiers.items():
+    sets, few = test_sets(record, model.image_size), record.quick
+    shots = SHOTS[:2] if few else SHOTS
+    found: dict[int, Found] = {number: {} for number in shots}
+    for index in tqdm(range(1 if few else record.episodes), desc="episodes of every set"):  # all sets grow together
+        for name, source in sets.items():
+            for number in shots:
+                if _enough(source, number) is not None:
+                    key = f"{checkpoint}, {name}, {number} shots, {index}"
+                    of = record.value(key, lambda: _accuracies(model, source, number, index))  # noqa: B023
+                    methods = found[number].setdefault(name, {})
+                    for method, accuracy in of.items():
+                        methods.setdefault(method, []).append(accuracy)
+    timed = next(iter(sets.values()) if few else (s for n, s in sets.items() if n.startswith("mini_imagenet")))
+    seconds = {n: record.value(f"{checkpoint}, seconds, {n} shots", lambda: _seconds(model, timed, n)) for n in shots}  # noqa: B023
+    header = [f"{number} shot{'s'[: number > 1]}" for number in shots]
+    counted = [f"{title} ({len(found[number])} sets)" for title, number in zip(header, shots)]
+    accuracy = [[name, *(_mean(found[number], name) for number in shots)] for name in NAMES]
+    gains = [
+        [title, *(gain({k: (v[REFINED], v[OURS]) for k, v in found[n].items() if k.startswith(of)}) for n in shots)]
+        for title, of in (("all sets", ""), ("sets unlike those of training", OUTSIDE))
+    ]
+    times = [[name, *(f"{median(seconds[number][name]):.2g}" for number in shots)] for name in NAMES]
+    note = "Mean over the sets with so many images. Sets differ between columns: compare within one."
+    return [
+        Table("Accuracy by shots, 5-way, %", ["", *counted], accuracy, note),
+        Table('refine="auto" less none, points within episodes', ["", *header], gains, WORST),
+        Table("Seconds of a task with 50 queries", ["", *header], times, f"Median of {ROUNDS} tasks."),
+    ]
+
+
+def _enough(source: ImageSource, shots: int) -> Sequence[NDArray[np.int64]] | None:
+    """Classes with the images for a task, None if there are too few."""
+    every = source.indices_of_class()
+    enough = [indices for indices in every if len(indices) >= shots + QUERIES]
+    return enough if len(enough) >= min(WAYS, len(every)) else None
+
+
+def _accuracies(model: SimpleCNAPS, source: ImageSource, shots: int, index: int) -> dict[str, float]:
+    support, labels, queries, truth = _drawn(source, shots, index)
+    return {name: float((found == truth).mean()) for name, (found, _) in _answers(model, support, labels, queries)}
+
+
+def _seconds(model: SimpleCNAPS, source: ImageSource, shots: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    for index in range(ROUNDS):
+        for name, (_, seconds) in _answers(model, *_drawn(source, shots, index)[:3]):
+            times[name].append(seconds)
+    return times
+
+
+def _drawn(source: ImageSource, shots: int, index: int) -> tuple[Tensor, Tensor, Tensor, NDArray[np.int64]]:
+    classes = _enough(source, shots)
+    assert classes is not None
+    rng = episode_rng("methods", source.name, shots, index)
+    episode = draw_episode(classes, [shots] * min(WAYS, len(classes)), QUERIES, rng)
+    support, queries = source.network_input(episode.support), source.network_input(episode.query)
+    return support, torch.from_numpy(episode.support_labels), queries, episode.query_labels
+
+
+def _answers(
+    model: SimpleCNAPS, support: Tensor, labels: Tensor, queries: Tensor
+) -> list[tuple[str, tuple[NDArray[np.int64], float]]]:
+    """Every method's predicted labels, and its seconds: those of the network's features and its own."""
+    dtype, answers = choose_dtype("auto", model), []
+    for adapt, methods in ((True, ADAPTED), (False, FROZEN)):
+        start = time.perf_counter()
+        task = model.adapt(support, labels, head=AutoHead(), adapt=adapt, dtype=dtype)
+        features = task.features(queries)
+        shared = time.perf_counter() - start
+        for name, classify in methods.items():
             start = time.perf_counter()
-            predicted = classifier.fit(support, episode.support_labels).predict(queries)
-            seconds = time.perf_counter() - start
-            found[name].append((float(np.mean(predicted == episode.query_labels)), seconds))
-    return found
+            found = classify(task.support_features, labels, features)
+            answers.append((name, (found, shared + time.perf_counter() - start)))
+        if adapt:
+            start = time.perf_counter()
+            better = refined(model, task, support, steps="auto")
+            found = answers[0][1][0] if better is task else better.logits(queries).argmax(dim=1).numpy()
+            answers.append((REFINED, (found, answers[0][1][1] + time.perf_counter() - start)))
+    return answers
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print two tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", description=__doc__)
-    parser.add_argument("sources", nargs="+", metavar="SOURCE")
-    parser.add_argument("--shots", default="1,2,5,10,20,50,100")
-    parser.add_argument("--episodes", type=int, default=20)
-    parser.add_argument("--checkpoint", default="default")
-    parser.add_argument("--output", type=Path)
-    chosen = parser.parse_args(arguments)
-    record = Record(chosen.output.stem if chosen.output else "", chosen.output and chosen.output.parent).read()
-    size = load_checkpoint(chosen.checkpoint).image_size
-    sources = [load_source(path, size=size, lazy=True) for path in chosen.sources]
-    accuracy: list[list[str]] = [[name] for name in CLASSIFIERS]
-    seconds: list[list[str]] = [[name] for name in CLASSIFIERS]
-    shots = [int(text) for text in chosen.shots.split(",")]
-    for shot in shots:
-        results = []
-        for source in sources:
-            if np.sort(np.bincount(source.labels))[-min(WAYS, len(source.class_names))] > shot:
-                key = f"{chosen.checkpoint}, {source.name}, {shot} shots, {chosen.episodes} episodes"
-                results.append(record.value(key, lambda: measure(source, shot, chosen.episodes, chosen.checkpoint)))  # noqa: B023
-        for name, accuracies, times in zip(CLASSIFIERS, accuracy, seconds, strict=True):
-            of = [np.array(result[name]) for result in results if name in result]
-            averaged = Accuracy.averaged([Accuracy.of(values[:, 0]) for values in of]) if of else ""
-            accuracies.append(f"{averaged}")
-            times.append(f"{median(np.concatenate(of)[:, 1]):.2f}" if of else "")
-    header = [f"{shot} shots" for shot in shots]
-    print(f"{machine()}\n\n{markdown_table(accuracy, ['accuracy, %', *header])}\n")
-    print(markdown_table(seconds, ["seconds", *header]))
-
-
-if __name__ == "__main__":
-    main()
+def _mean(sets: Found, name: str) -> str:
+    return str(Accuracy.averaged([Accuracy.of(np.array(of[name])) for of in sets.values()])) if sets else "—"
