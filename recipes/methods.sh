@@ -1,7 +1,7 @@
 #!/bin/sh
 # Table 1 of the paper with all its methods, and those of its table of mini-ImageNet. In the folder of the image sets:
 #
-#     sh methods.sh PATH/OF/methods.toml
+#     sh methods.sh PATH/OF/methods.toml [EPISODES]
 #
 # trains what has to be trained into runs/methods (a stopped run goes on) and prints the table. Learning rates are those
 # of Meta-Dataset's best models, or of the papers where they use Adam, but for MatchingNet and LEO: those were chosen on
@@ -12,7 +12,7 @@ train() {
     fewshot-mahalanobis meta-train --config "$recipe" --method "$1" --set learning_rate="$2" -o "runs/methods/$1"
 }
 
-recipe=${1:?"sh methods.sh PATH/OF/methods.toml"}
+recipe=${1:?"sh methods.sh PATH/OF/methods.toml [EPISODES]"}
 train protonet 1.8e-3
 train matchingnet 1e-3
 train relationnet 9e-4
@@ -24,7 +24,7 @@ train leo 1e-2
 train protomaml 3e-4
 train maml 2.4e-4
 
-fewshot-mahalanobis evaluate --protocol variable -o runs/methods/table.json \
+fewshot-mahalanobis evaluate --protocol variable --episodes "${2:-600}" -o runs/methods/table.json \
     mini_imagenet_test.zip omniglot.zip:test cub200_2010.zip:test quickdraw345.zip:test dtd10.zip:test \
     gtsrb.zip:test mnist.zip:test cifar10.zip:test cifar100_test.zip fashion_mnist.zip:test \
     --checkpoint resnet18 --head mahalanobis \

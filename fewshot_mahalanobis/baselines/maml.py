@@ -1,9 +1,9 @@
 """First-order MAML: a few gradient steps on the support set from weights that were trained for it.
 
 Finn, Abbeel & Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017, without second
-derivatives (section 5.2), with its step size and numbers of steps for mini-ImageNet. As in Meta-Dataset (Triantafillou et
-al., ICLR 2020) the last layer starts at zero, and BatchNorm's weights stay. Meta-Dataset's steps, ten times as large,
-led to infinite weights on our pretrained network.
+derivatives (section 5.2), with its step size and numbers of steps for mini-ImageNet. As in Meta-Dataset (Triantafillou
+et al., ICLR 2020) the last layer starts at zero, and BatchNorm's weights stay. Meta-Dataset's steps, ten times as
+large, led to infinite weights on our pretrained network.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """First-order Proto-MAML: MAML whose last layer starts as that of a prototypical network.
 
 Triantafillou et al., "Meta-Dataset: A Dataset of Datasets for Learning to Learn from Few Examples", ICLR 2020, section
-3.2, with the numbers of steps of their best model trained on all sources. Its step size, 0.02, took accuracy to chance on
-our pretrained network; this one was chosen on validation classes.
+3.2, with the numbers of steps of their best model trained on all sources. Its step size, 0.02, took accuracy to chance
+on our pretrained network; this one was chosen on validation classes.
 """
 
 from __future__ import annotations
