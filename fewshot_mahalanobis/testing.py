@@ -468,7 +468,8 @@ def _assert_same_logits(head: Any, task: Task, other: Task, columns: Tensor | sl
 def _assert_close_logits(found: Tensor, head: Any, task: Task, nudge: float = _NUDGE, underflow: float = 0.0) -> None:
     """Compare logits with those of ``task`` within what nudging its features changes, and an absolute ``underflow``."""
     expected = head(task.support_features, task.support_labels, task.query_features)
-    bound = nudge * expected.abs().max().expand_as(expected) + underflow
+    tiny = torch.finfo(expected.dtype).tiny  # numbers below it have no relative precision
+    bound = nudge * expected.abs().max().expand_as(expected) + max(underflow, tiny)
     generator = fixed_generator()
     for _ in range(_PROBES):
         support, queries = (
