@@ -4,8 +4,9 @@
 #     sh methods.sh PATH/OF/methods.toml [EPISODES]
 #
 # trains what has to be trained into runs/methods (a stopped run goes on) and prints the table. Learning rates are those
-# of Meta-Dataset's best models, or of the papers where they use Adam, but for MatchingNet and LEO: those were chosen on
-# validation classes for so few tasks. The rate of the network is a tenth of it.
+# of Meta-Dataset's best models, or of the papers where they use Adam, with two exceptions. LEO's was chosen on validation
+# classes for so few tasks. MatchingNet's is a fifth of Meta-Dataset's, which ended at 52 % on validation classes
+# where this one has 62 %. The rate of the network is a tenth of it.
 set -e
 
 train() {

@@ -610,6 +610,11 @@ def test_heads(name: str, search: Search) -> None:
     search(holds, head_and_task=drawn)
 
 
+def test_the_smallest_numbers_have_no_relative_precision() -> None:
+    task = task_of([[1.0, 5e-324]], [0], [[5e-324, 5e-324]])  # turned, the cosine head's logit is 8e-312, not 5e-312
+    HEAD_PROPERTIES["rotation_changes_nothing"](HEADS["cosine"](), task)
+
+
 def test_mahalanobis_logits_are_minus_the_scaled_distances_to_the_bit(search: Search) -> None:
     def holds(covariance: RegularizedCovariance, task: Task, scale: float) -> None:
         logits = MahalanobisHead(covariance, scale)(task.support_features, task.support_labels, task.query_features)
