@@ -22,30 +22,14 @@ def hub_name(name: str) -> tuple[str, str | None] | None:
     return None if match is None or ".." in name else (match["repo"], match["revision"])
 
 
-def hub_checkpoint(
-    repo_id: str,
-    revision: str | None = None,
-    *,
-    cache_dir: str | Path | None = None,
-    token: str | bool | None = None,
-    force_download: bool = False,
-    local_files_only: bool = False,
-) -> Path:
+def hub_checkpoint(repo_id: str, revision: str | None = None, **download: Any) -> Path:
     """Download a checkpoint into ``huggingface_hub``'s own cache; returns the folder, for :func:`read_checkpoint`.
 
-    ``repo_id`` is "user/repo" or "user/repo@revision"; the other arguments are those of
+    ``repo_id`` is "user/repo" or "user/repo@revision"; ``download`` are other arguments of
     :func:`huggingface_hub.snapshot_download`. Without a connection, a snapshot of that revision in the cache serves.
     DownloadError if there is no such repository or revision, no permission, or no connection and nothing in the cache.
     """
-    return _snapshot(
-        repo_id,
-        revision,
-        [CONFIG, WEIGHTS, CARD],
-        cache_dir=cache_dir,
-        token=token,
-        force_download=force_download,
-        local_files_only=local_files_only,
-    )
+    return _snapshot(repo_id, revision, [CONFIG, WEIGHTS, CARD], **download)
 
 
 def load_pretrained(
@@ -71,35 +55,19 @@ def load_pretrained(
     return model
 
 
-def _snapshot(
-    repo_id: str,
-    revision: str | None,
-    files: Sequence[str],
-    *,
-    cache_dir: str | Path | None = None,
-    token: str | bool | None = None,
-    force_download: bool = False,
-    local_files_only: bool = False,
-) -> Path:
+def _snapshot(repo_id: str, revision: str | None, files: Sequence[str], **download: Any) -> Path:
     named = hub_name(repo_id)
     if named is not None and revision is None:
         repo_id, revision = named
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo_id,
-            revision=revision,
-            allow_patterns=list(files),
-            cache_dir=cache_dir,
-            token=token,
-            force_download=force_download,
-            local_files_only=local_files_only,
-        )
+        folder = huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(files), **download)
     except Exception as error:  # the client lets its transport's errors through, and the transport varies
         at = "" if revision is None else f" at revision {revision!r}"
+        cache = download.get("cache_dir") or huggingface_hub.constants.HF_HUB_CACHE
         raise DownloadError(
-            f"could not download {repo_id!r}{at} from {huggingface_hub.constants.ENDPOINT} to "
-            f"{cache_dir or huggingface_hub.constants.HF_HUB_CACHE}: {error}. Check the name and the connection "
-            "(a private repository needs `hf auth login`), or give the path of a folder with a copy"
+            f"could not download {repo_id!r}{at} from {huggingface_hub.constants.ENDPOINT} to {cache}: {error}. Check the "
+            "name and the connection (a private repository needs `hf auth login`), or give the path of a folder with a "
+            "copy"
         ) from error
     return Path(folder)
 

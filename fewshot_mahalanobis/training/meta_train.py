@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -36,6 +35,7 @@ from fewshot_mahalanobis.training.run import (
     RunFolder,
     autocast,
     open_training_source,
+    resnet18_weights,
     shared_out,
     start_processes,
 )
@@ -150,21 +150,9 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
         model.load_state_dict({**model.state_dict(), **start})
     if by_name:
         return model
-    cast(FilmResNet18, model.feature_extractor).load_state_dict(_backbone_weights(recipe.backbone))
+    cast(FilmResNet18, model.feature_extractor).load_state_dict(resnet18_weights(recipe.backbone))
     scale_features_(model, recipe.feature_scale)
     return model
-
-
-def _backbone_weights(backbone: str) -> dict[str, Tensor]:
-    """Backbone weights from a file that ``pretrain`` wrote, or from a checkpoint with the same network."""
-    from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
-
-    if backbone.endswith(".safetensors"):
-        return load_file(backbone)
-    network = load_checkpoint(backbone).feature_extractor
-    if not isinstance(network, FilmResNet18):
-        raise ValueError(f"the backbone of the checkpoint {backbone!r} is no FilmResNet18 but {type(network).__name__}")
-    return network.state_dict()
 
 
 def meta_train(

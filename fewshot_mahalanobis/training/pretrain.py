@@ -1,7 +1,8 @@
 """Supervised training of the backbone f_theta on folders or zips of class folders.
 
 The network that meta-training freezes is trained as an ordinary classifier first (Bateni et al., CVPR 2020, section 5).
-The image size grows during training, which about halves the time of an epoch.
+The image size grows during training, which about halves the time of an epoch. With a teacher the network also learns
+the features that a stronger network has of the same crops (Romero et al., "FitNets", ICLR 2015).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -25,6 +26,7 @@ from tqdm.auto import tqdm
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.images import to_network_range
+from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.training.augment import (
     random_brightness_contrast,
@@ -38,6 +40,7 @@ from fewshot_mahalanobis.training.run import (
     autocast,
     image_size_at,
     open_training_source,
+    resnet18_weights,
     shared_out,
     start_processes,
 )
@@ -46,6 +49,8 @@ from fewshot_mahalanobis.training.run import (
 REPORT_EVERY = 10
 #: Number of possible rotations, in quarter turns.
 TURNS = 4
+#: Weight of the teacher's features in the loss, beside that of the labels. Both terms are then of one size.
+TEACHER_WEIGHT = 4.0
 
 
 class TrainingImages(Dataset[tuple[Tensor, Tensor, Tensor]]):
@@ -168,7 +173,11 @@ def pretrain(
         torch.manual_seed(recipe.seed)
         backbone = FilmResNet18()
         classes = len(images.class_names)
-        outputs = classes + TURNS if recipe.rotation else classes
+        turns_end = classes + (TURNS if recipe.rotation else 0)
+        teacher = None
+        if recipe.teacher is not None:
+            teacher = Teacher(recipe.teacher, recipe.teacher_size, recipe.precision).to(place)
+        outputs = turns_end + (0 if teacher is None else teacher.network.out_features)
         model: nn.Module = nn.Sequential(backbone, nn.Linear(backbone.out_features, outputs))
     if accelerator.num_processes > 1:
         if place.type == "cuda":
@@ -195,7 +204,7 @@ def pretrain(
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
     elif recipe.init is not None:
-        backbone.load_state_dict(load_file(recipe.init))
+        backbone.load_state_dict(resnet18_weights(recipe.init))
     network = accelerator.prepare_model(model)
     accelerator.wait_for_everyone()
 
@@ -221,10 +230,12 @@ def pretrain(
         batch = batch.to(place, memory_format=torch.channels_last, non_blocking=True)
         with autocast(place, recipe.precision):
             logits = network(batch)
-        of_classes, of_turns = logits.float().tensor_split([classes], dim=1)
+        of_classes, of_turns, of_teacher = logits.float().tensor_split([classes, turns_end], dim=1)
         loss = F.cross_entropy(of_classes, labels.to(place, non_blocking=True), label_smoothing=recipe.label_smoothing)
         if recipe.rotation:
             loss = loss + F.cross_entropy(of_turns, turns.to(place, non_blocking=True))
+        if teacher is not None:
+            loss = loss + TEACHER_WEIGHT * F.mse_loss(of_teacher, teacher(batch))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -251,6 +262,22 @@ def pretrain(
         trained = FilmResNet18()  # with ordinary BatchNorm again
     trained.load_state_dict(weights, assign=True)
     return trained.eval()
+
+
+class Teacher(nn.Module):
+    """A frozen pretrained network; its features, standardised over the batch, are to be predicted linearly."""
+
+    def __init__(self, name: str, size: int, precision: str) -> None:
+        super().__init__()
+        self.dtype = getattr(torch, precision)
+        self.network = Backbone.from_timm(name, image_size=size).for_inference(dtype=self.dtype)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (n, 3, s, s) in [-1, 1] -> features (n, d) of mean 0 and variance 1, float32."""
+        size = self.network.image_size
+        resized = F.interpolate(images, (size, size), mode="bilinear", antialias=True, align_corners=False)
+        return F.batch_norm(self.network(resized.to(self.dtype)), None, None, training=True)
 
 
 class NearestMean:

@@ -56,7 +56,7 @@ class PretrainRecipe(_Checked):
     root : str, optional
         Folder of data sets given by name.
     init : str, optional
-        ``backbone.safetensors`` of an earlier run to start from; default: random weights.
+        ``backbone.safetensors`` of an earlier run, or a checkpoint, to start from; default: random weights.
     epochs : int
     batch_size : int
         Divided between the processes of a run.
@@ -67,6 +67,10 @@ class PretrainRecipe(_Checked):
     rotation : float
         Share of images that are rotated by one to three quarter turns. If positive, the network also learns to predict
         the rotation, as a second task on the same images (Gidaris et al., ICCV 2019).
+    teacher : str, optional
+        Network of timm, or "efficientnet-lite0": its features of the same crops are learned too.
+    teacher_size : int
+        Side of the images that the teacher gets, in pixels.
     phases : tuple of (float, int)
         Share of training, side of its images in pixels.
     image_size : int
@@ -95,6 +99,8 @@ class PretrainRecipe(_Checked):
     min_crop_area: Share = 0.35
     colour_jitter: NotNegative = 0.3
     rotation: Share = 0.0
+    teacher: str | None = None
+    teacher_size: Count = 128
     phases: Annotated[Phases, Meta(min_length=1)] = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))
     image_size: Count = 84
     precision: Precision = "bfloat16"

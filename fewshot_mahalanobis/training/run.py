@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.files import atomic_replace
+from fewshot_mahalanobis.networks.resnet import FilmResNet18
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,6 +51,18 @@ def shared_out(total: int, name: str, accelerator: Accelerator) -> int:
     if rest:
         raise ValueError(f"{name} = {total} cannot be divided between {accelerator.num_processes} processes")
     return share
+
+
+def resnet18_weights(backbone: str) -> dict[str, Tensor]:
+    """Weights of the FiLM ResNet18: of a file that ``pretrain`` wrote, or of a checkpoint with that network."""
+    from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+
+    if backbone.endswith(".safetensors"):
+        return load_file(backbone)
+    network = load_checkpoint(backbone).feature_extractor
+    if not isinstance(network, FilmResNet18):
+        raise ValueError(f"the backbone of the checkpoint {backbone!r} is no FilmResNet18 but {type(network).__name__}")
+    return network.state_dict()
 
 
 def open_training_source(source: str, *, root: str | None, size: int, lazy: bool) -> ImageSource:

@@ -11,18 +11,28 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from fewshot_mahalanobis import load_checkpoint
 from fewshot_mahalanobis.checkpoints import loading
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, episode_rng
+from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.efficientnet import LITE0
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training import meta_train as meta_training
 from fewshot_mahalanobis.training.augment import augment_task, cut_to_ink, is_grey
 from fewshot_mahalanobis.training.meta_train import learning_rate as meta_learning_rate
 from fewshot_mahalanobis.training.meta_train import meta_train, scale_features_, validation_due
-from fewshot_mahalanobis.training.pretrain import NearestMean, TrainingImages, learning_rate, pretrain
+from fewshot_mahalanobis.training.pretrain import (
+    TEACHER_WEIGHT,
+    NearestMean,
+    Teacher,
+    TrainingImages,
+    learning_rate,
+    pretrain,
+)
 from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe
 from fewshot_mahalanobis.training.run import RunFolder
 from fewshot_mahalanobis.training.tasks import TrainingTasks
@@ -59,11 +69,13 @@ def test_another_recipe_in_the_same_folder_is_refused(folder, backbone):
         pretrain(PretrainRecipe((folder,), folder, **{**PRETRAIN, "peak_lr": 0.1}), backbone, progress=False)
 
 
-def test_pretraining_starts_from_the_weights_it_is_given(folder, backbone, tmp_path):
-    given = str(backbone / "backbone.safetensors")
+@pytest.mark.parametrize("given", ["file", "resnet18"])
+def test_pretraining_starts_from_the_weights_it_is_given(folder, backbone, tmp_path, given):
+    init = str(backbone / "backbone.safetensors") if given == "file" else given
     settings = {**PRETRAIN, "epochs": 1, "peak_lr": 1e-9}  # too small a step to leave the start
-    pretrain(PretrainRecipe((folder,), init=given, **settings), tmp_path, device="cpu", progress=False)
-    start, end = load_file(given), load_file(tmp_path / "backbone.safetensors")
+    pretrain(PretrainRecipe((folder,), init=init, **settings), tmp_path, device="cpu", progress=False)
+    end = load_file(tmp_path / "backbone.safetensors")
+    start = load_file(init) if given == "file" else load_checkpoint(given).feature_extractor.state_dict()
     trained = [name for name, _ in FilmResNet18().named_parameters()]
     for name in trained:
         torch.testing.assert_close(end[name], start[name], rtol=1e-5, atol=1e-6)
@@ -114,6 +126,23 @@ def test_a_backbone_that_has_to_tell_quarter_turns_learns_to(tmp_path):
     guess = math.log(2) + math.log(4)
     assert losses[0] > 0.8 * guess
     assert losses[-1] < guess - 0.5 * math.log(4)
+
+
+def test_a_backbone_with_a_teacher_learns_its_features(folder, tmp_path):
+    settings = {**PRETRAIN, "epochs": 10, "batch_size": 24, "peak_lr": 0.02, "teacher": LITE0, "teacher_size": 32}
+    pretrain(PretrainRecipe((folder,), **settings), tmp_path, device="cpu", progress=False)
+    losses = [record["loss"] for record in log_of(tmp_path)]
+    assert losses[-1] < 0.5 * TEACHER_WEIGHT  # without a guess, standardised features have a mean square of 1
+
+
+def test_the_features_of_a_teacher_are_standardised_over_the_batch(folder):
+    images = load_source(folder, size=40).network_input(range(12))
+    features = Teacher(LITE0, 32, "float32")(images)
+    resized = F.interpolate(images, (32, 32), mode="bilinear", antialias=True)
+    raw = Backbone.from_timm(LITE0, image_size=32)(resized)
+    torch.testing.assert_close(
+        features, (raw - raw.mean(0)) / (raw.var(0, correction=0) + 1e-5).sqrt(), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_sources_with_a_class_in_common_share_its_label(folder):
