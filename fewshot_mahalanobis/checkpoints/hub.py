@@ -65,9 +65,8 @@ def _snapshot(repo_id: str, revision: str | None, files: Sequence[str], **downlo
         at = "" if revision is None else f" at revision {revision!r}"
         cache = download.get("cache_dir") or huggingface_hub.constants.HF_HUB_CACHE
         raise DownloadError(
-            f"could not download {repo_id!r}{at} from {huggingface_hub.constants.ENDPOINT} to {cache}: {error}. Check the "
-            "name and the connection (a private repository needs `hf auth login`), or give the path of a folder with a "
-            "copy"
+            f"could not download {repo_id!r}{at} from {huggingface_hub.constants.ENDPOINT} to {cache}: {error}. Check "
+            "the name and the connection (a private repository needs `hf auth login`), or give the path of a copy"
         ) from error
     return Path(folder)
 
