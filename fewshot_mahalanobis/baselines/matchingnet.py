@@ -1,12 +1,15 @@
 """Matching networks (Vinyals, Blundell, Lillicrap, Kavukcuoglu & Wierstra, NeurIPS 2016).
 
-"Matching Networks for One Shot Learning", without full context embeddings, as in Meta-Dataset.
+"Matching Networks for One Shot Learning", without full context embeddings. As in Meta-Dataset (Triantafillou et al.,
+ICLR 2020) queries keep their lengths, so the network learns how sharp the attention is. Between unit vectors, whose
+products differ by 2 at most, a class with many examples would nearly always get more of it.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,8 +36,7 @@ class MatchingNet(Method[Support]):
         return Support(F.normalize(features, dim=1), labels)
 
     def compare(self, state: Support, queries: Tensor) -> Tensor:
-        """Log of equation 1."""
-        cosine = F.normalize(queries, dim=1) @ state.features.to(queries.dtype).T
-        attention = cosine.softmax(dim=1)  # section 2.1.1
-        ways = int(state.labels.max()) + 1
-        return attention.new_zeros(len(queries), ways).index_add(1, state.labels, attention).log()
+        """Log of equation 1, with the attention of section 2.1.1: the softmax of cosines, times a query's length."""
+        similarity = queries @ state.features.to(queries.dtype).T
+        of_class = [similarity[:, state.labels == k].logsumexp(dim=1) for k in range(int(state.labels.max()) + 1)]
+        return torch.stack(of_class, dim=1).log_softmax(dim=1)
