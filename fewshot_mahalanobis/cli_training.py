@@ -60,7 +60,8 @@ def pretrain(
     validation: Annotated[str | None, typer.Option(help="Source of other classes to report on.")] = None,
     root: Root = None,
     init: Annotated[
-        str | None, typer.Option(help="backbone.safetensors of an earlier run to start from; else random weights.")
+        str | None,
+        typer.Option(help="backbone.safetensors of an earlier run, or a checkpoint, to start from; else random weights."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, show_default=str(PretrainRecipe.epochs))] = None,
     precision: TrainingPrecision = None,

@@ -35,7 +35,7 @@ PAGES = {
 #: Pages to look something up in, and the longest of the others, in pixels.
 REFERENCE = {
     *("api", "changelog", "data", "genindex", "model_card", "py-modindex", "results", "speed", "trust"),
-    *("heads_measured", "unknown_results"),
+    *("heads_measured", "methods_measured", "unknown_results"),
 }
 LONGEST = 4_300
 
