@@ -61,7 +61,7 @@ def pretrain(
     root: Root = None,
     init: Annotated[
         str | None,
-        typer.Option(help="backbone.safetensors of an earlier run, or a checkpoint, to start from; else random weights."),
+        typer.Option(help="backbone.safetensors of an earlier run, or a checkpoint, to start from; default: none."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, show_default=str(PretrainRecipe.epochs))] = None,
     precision: TrainingPrecision = None,
