@@ -74,8 +74,7 @@ class Baseline(SimpleCNAPS):
             task, means = self.with_film(None), []
             for source in sources:
                 for indices in source.indices_of_class():
-                    features = task.features(source.network_input(indices[:images]))
-                    means.append(F.normalize(features, dim=1).mean(dim=0))
+                    means.append(F.normalize(task.features(source.network_input(indices[:images])), dim=1).mean(dim=0))
             self.head.imprint(F.normalize(torch.stack(means), dim=1))
             self.config["base_classes"] = len(means)
 
