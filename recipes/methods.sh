@@ -6,7 +6,7 @@
 # trains what has to be trained into runs/methods (a stopped run goes on) and prints the table. Learning rates are those
 # of Meta-Dataset's best models, or of the papers where they use Adam, with three exceptions. LEO's was chosen on
 # validation classes for so few tasks. MatchingNet's and TPN's are a fifth and a tenth of the published ones, with which
-# accuracy fell during training. The rate of the network is a tenth of it.
+# accuracy fell in training (MatchingNet was stopped after 50 of 250 steps). The rate of the network is a tenth of it.
 set -e
 
 train() {

@@ -49,7 +49,7 @@ from fewshot_mahalanobis.training.run import (
 REPORT_EVERY = 10
 #: Number of possible rotations, in quarter turns.
 TURNS = 4
-#: Weight of the teacher's features in the loss, beside that of the labels. Both terms are then of one size.
+#: Weight of the teacher's features in the loss, beside that of the labels. It was not tuned.
 TEACHER_WEIGHT = 4.0
 
 
