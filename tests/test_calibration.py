@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -64,21 +65,30 @@ def test_logits_that_say_nothing_leave_the_temperature_at_one() -> None:
 
 
 def improbabilities(
-    features: torch.Tensor, labels: torch.Tensor, shared: str = "task", prior_shots: float = 1.0
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    shared: str = "task",
+    prior_shots: float = 1.0,
+    factors: Sequence[float] = BETA_GRID,
+    with_prior: bool = True,
 ) -> list[float]:
-    """What ``choose_settings`` minimises, for each candidate: n refits, a fine grid of temperatures, and the prior."""
-    n, k = len(labels), int(labels.max()) + 1
-    variance = float(features.var(dim=0).mean())
-    targets = torch.full((n, k), 1 / (n + k), dtype=torch.float64).scatter(1, labels[:, None], (n + 1) / (n + k))
+    """What ``choose_settings`` minimises, for each beta: refits, a fine grid of temperatures, and the prior of beta.
+
+    An example that is alone in its class cannot be left out.
+    """
+    variance, k = float(features.var(dim=0).mean()), int(labels.max()) + 1
+    rest = ~torch.eye(len(labels), dtype=torch.bool)[labels.bincount()[labels] > 1]
+    told = labels[(~rest).nonzero()[:, 1]]
+    n = len(told)
+    targets = torch.full((n, k), 1 / (n + k), dtype=torch.float64).scatter(1, told[:, None], (n + 1) / (n + k))
     found = []
-    for factor in BETA_GRID:
+    for factor in factors:
         head = MahalanobisHead(RegularizedCovariance(factor * variance, shared=shared, prior_shots=prior_shots))
-        rest = ~torch.eye(n, dtype=torch.bool)
         logits = torch.cat([head(features[r], labels[r], features[~r]) for r in rest])
         temperatures = float(logits.std(dim=1).mean()) * torch.logspace(-3, 3, 600, dtype=torch.float64)
         losses = [-(targets * torch.log_softmax(logits / t, dim=1)).sum() for t in temperatures]
         prior = torch.distributions.Normal(torch.tensor(1.0), torch.tensor(0.5)).log_prob(torch.tensor(factor).log10())
-        found.append(float(torch.stack(losses).min() - prior))
+        found.append(float(torch.stack(losses).min() - with_prior * prior))
     return found
 
 
@@ -90,18 +100,63 @@ def test_beta_is_what_left_out_examples_and_the_prior_make_most_probable(seed: i
     assert choose_beta(features, labels) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("seed", [5, 8])
-def test_shared_covariance_and_prior_shots_are_chosen_with_beta(seed: int) -> None:
-    features, labels, _ = make_task(seed, [4, 3, 5], 12, dtype=torch.float64)
+def best_settings(settings: CovarianceSettings, features: torch.Tensor, labels: torch.Tensor) -> tuple[object, ...]:
+    """S, nu and beta of the smallest of the sums that ``improbabilities`` computes."""
+    variance = float(features.var(dim=0).mean())
+    factors = BETA_GRID if settings.beta == "auto" else (settings.ridge / variance,)
     candidates = [
-        (loss, factor, shared, prior_shots)
-        for shared, prior_shots in product(SHARED_CHOICES, PRIOR_SHOTS_GRID)
-        for loss, factor in zip(improbabilities(features, labels, shared, prior_shots), BETA_GRID)
+        (loss, shared, prior_shots, factor * variance)
+        for shared, prior_shots in product(
+            SHARED_CHOICES if settings.shared == "auto" else [settings.shared],
+            PRIOR_SHOTS_GRID if settings.prior_shots == "auto" else [float(settings.prior_shots)],
+        )
+        for loss, factor in zip(
+            improbabilities(features, labels, shared, prior_shots, factors, settings.beta == "auto"), factors
+        )
     ]
-    _, factor, shared, prior_shots = min(candidates)
-    chosen = choose_settings(CovarianceSettings("auto", shared="auto", prior_shots="auto"), features, labels)
+    return min(candidates)[1:]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CovarianceSettings("auto", shared="auto", prior_shots="auto"),
+        CovarianceSettings("auto", shared="task", prior_shots=5.0),
+        CovarianceSettings("auto", shared="within", prior_shots=1.0),
+        CovarianceSettings(0.3, shared="auto", prior_shots="auto"),
+        CovarianceSettings(30.0, shared="auto", prior_shots=25.0),
+        CovarianceSettings("auto"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(("seed", "shots"), [(5, [4, 3, 5]), (8, [4, 3, 5]), (11, [1, 2, 3]), (13, [2, 1, 1, 2])])
+def test_what_is_auto_is_chosen_together_and_the_rest_kept(
+    settings: CovarianceSettings, seed: int, shots: list[int]
+) -> None:
+    features, labels, _ = make_task(seed, shots, 12, scale=0.7, dtype=torch.float64)
+    noise = torch.randn(features.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    features = features + 2 * noise
+    chosen = choose_settings(settings, features, labels)
+    shared, prior_shots, beta = best_settings(settings, features, labels)
     assert (chosen.shared, chosen.prior_shots) == (shared, prior_shots)
-    assert chosen.ridge == pytest.approx(factor * float(features.var(dim=0).mean()))
+    assert chosen.ridge == pytest.approx(beta)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_example_of_a_class_or_in_all_gives_the_papers_settings(n: int) -> None:
+    features = torch.tensor([[1.0, 2.0], [3.0, 8.0]], dtype=torch.float64)[:n]
+    auto = CovarianceSettings("auto", shared="auto", prior_shots="auto")
+    variance = {1: 1.0, 2: (2.0 + 18.0) / 2}[n]
+    assert choose_settings(auto, features, torch.arange(n)) == CovarianceSettings(variance)
+
+
+def test_a_mean_variance_of_one_is_like_any_other() -> None:
+    features, labels, _ = make_task(5, [4, 3, 5], 12, dtype=torch.float64)
+    features = features * (features.var(dim=0).mean()).rsqrt()
+    features = features / float(features.var(dim=0).mean()) ** 0.5
+    best = BETA_GRID[int(np.argmin(improbabilities(features, labels)))]
+    assert float(features.var(dim=0).mean()) == pytest.approx(1.0, rel=1e-12)
+    assert choose_beta(features, labels) == pytest.approx(best)
 
 
 def test_without_two_examples_of_a_class_the_settings_are_the_papers() -> None:

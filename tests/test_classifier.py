@@ -496,17 +496,6 @@ def test_the_onnx_file_gives_the_same_logits_and_names_the_classes(
         assert_close(logits, classifier.decision_function(images))
 
 
-def test_the_mahalanobis_graph_holds_with_few_and_with_many_support_images() -> None:
-    rng = torch.Generator().manual_seed(0)
-    features = torch.randn(40, 12, generator=rng, dtype=torch.float64) * 3 + 5
-    labels, others = torch.arange(40) % 3, torch.randn(9, 12, generator=rng) * 3 + 5
-    for count in (40, 6):
-        for covariance in (RegularizedCovariance(0.3), RegularizedCovariance(0.3, task_covariance=False)):
-            head = MahalanobisHead(covariance, scale=0.5)
-            graph = head.export(head.fit(features[:count], labels[:count]))
-            assert_close(graph(others).numpy(), head(features[:count], labels[:count], others).numpy())
-
-
 # -------------------------------------------------------------------- refusals
 
 

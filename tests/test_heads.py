@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fewshot_mahalanobis import heads
 from fewshot_mahalanobis.gaussians import uncertain_means
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings, choose_means_settings
@@ -54,6 +56,30 @@ def test_mahalanobis_logits_are_minus_the_scaled_distance(scale: float, task: tu
     head = MahalanobisHead(RegularizedCovariance(beta=0.3), scale=scale)
     expected = -scale * reference.squared_mahalanobis(*task, beta=0.3)
     torch.testing.assert_close(head(*task).double(), expected, rtol=1e-5, atol=0.0)
+
+
+def test_without_a_scale_mahalanobis_logits_are_minus_the_distance(task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    distance = RegularizedCovariance()(features, labels).squared_distance(queries)
+    for head in (MahalanobisHead(), heads.make_head("mahalanobis")):
+        assert torch.equal(head(features, labels, queries), -distance)
+
+
+def test_a_head_is_made_by_its_name_with_the_arguments_that_are_its_own() -> None:
+    covariance = RegularizedCovariance(beta=0.3)
+    mahalanobis = heads.make_head("mahalanobis", covariance=covariance, scale=0.5, in_features=7)
+    assert isinstance(mahalanobis, MahalanobisHead)
+    assert mahalanobis.covariance is covariance
+    assert mahalanobis.scale == 0.5
+    linear = heads.make_head("linear", covariance=covariance, scale=0.5, in_features=7)
+    assert isinstance(linear, LinearHead)
+    assert linear.in_features == 7
+    assert heads.make_head("linear").in_features == 512
+    for name in set(HEADS) - {"mahalanobis", "linear"}:
+        assert type(heads.make_head(name, covariance=covariance, scale=0.5)) is HEADS[name]
+    names = "['auto', 'cosine', 'dot_product', 'euclidean', 'linear', 'mahalanobis', 'manhattan']"
+    with pytest.raises(ValueError, match=re.escape(f"head must be one of {names}, got 'nearest'")):
+        heads.make_head("nearest")
 
 
 def test_linear_head_generates_each_row_from_the_class_mean(task: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -166,6 +192,55 @@ def test_left_out_logits_are_those_of_the_head_fitted_to_the_others(
     torch.testing.assert_close(Head.leave_one_out_logits(head, features, labels), got, rtol=1e-5, atol=1e-5)
 
 
+def test_examples_are_left_out_under_settings_chosen_once_on_all_of_them() -> None:
+    features, labels, _ = make_task(4, [4, 3, 5], 8, dtype=torch.float64)
+    auto = RegularizedCovariance(beta="auto", shared="auto", prior_shots="auto")
+    chosen = auto.with_chosen_settings(features, labels)
+    expected = Head.leave_one_out_logits(MahalanobisHead(chosen), features, labels)
+    torch.testing.assert_close(MahalanobisHead(auto).leave_one_out_logits(features, labels), expected)
+
+
+# ---------------------------------------------------------------- exported forms
+
+
+@pytest.mark.parametrize(
+    ("covariance", "everything_from"),
+    [
+        (RegularizedCovariance(0.3), 12),
+        (RegularizedCovariance(0.3, shared="within", prior_shots=math.inf), 12),
+        (RegularizedCovariance(0.3, task_covariance=False), 12),
+        (RegularizedCovariance(0.3, one_shot_covariance="published"), 0),
+    ],
+    ids=["task", "shared", "own", "published"],
+)
+@pytest.mark.parametrize("shots", [[1, 2, 3], [1, 1, 1], [1, 5, 6], [13, 14, 15]], ids=str)
+def test_the_exported_distance_is_the_heads_and_as_small_as_the_span_of_the_support_set(
+    shots: list[int], covariance: RegularizedCovariance, everything_from: int
+) -> None:
+    features, labels, queries = make_task(0, shots, 12, dtype=torch.float64)
+    head = MahalanobisHead(covariance, scale=0.5)
+    state = head.fit(features + 5, labels)
+    graph = head.export(state)
+    logits = head.logits(state, queries + 5)
+    torch.testing.assert_close(
+        graph((queries + 5).float()).double(), logits, rtol=1e-4, atol=1e-5 * float(logits.abs().max())
+    )
+    rank = 12 if len(labels) >= everything_from else len(labels)
+    assert graph.roots.shape == (1 if state.is_shared else 3, rank, rank)
+    assert all(buffer.dtype == torch.float32 for buffer in graph.buffers())
+
+
+def test_too_many_classes_to_export_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels, _ = make_task(0, [3, 3, 3], 20)
+    monkeypatch.setattr(heads, "MAX_EXPORTED_NUMBERS", 3 * 9**2)  # nine examples
+    own, shared = MahalanobisHead(), MahalanobisHead(RegularizedCovariance(shared="within", prior_shots=math.inf))
+    assert own.export(own.fit(features, labels)).roots.numel() == 3 * 9**2
+    monkeypatch.setattr(heads, "MAX_EXPORTED_NUMBERS", 3 * 9**2 - 1)
+    with pytest.raises(ValueError, match=r"^3 classes need a 9 x 9 matrix each, too much for an ONNX file: fit fewer"):
+        own.export(own.fit(features, labels))
+    assert shared.export(shared.fit(features, labels)).roots.numel() == 9**2
+
+
 # ---------------------------------------------------------------- auto
 
 
@@ -216,6 +291,30 @@ def test_auto_leaves_out_exactly(shots: list[int], d: int) -> None:
         head = AutoHead(settings)
         naive = Head.leave_one_out_logits(head, features, labels)
         torch.testing.assert_close(head.leave_one_out_logits(features, labels), naive, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("shared", ["within", "task"])
+@pytest.mark.parametrize("shots", [[2, 3, 4], [2, 2], [2, 1, 1], [1, 1, 1], [4], [1, 1]], ids=str)
+def test_auto_of_fixed_settings_leaves_out_exactly(shots: list[int], shared: str) -> None:
+    """Also where the shortcut does not apply: a covariance of the task, one class, one example of each."""
+    features, labels, _ = make_task(1, shots, 6, dtype=torch.float64)
+    head = AutoHead(replace(FIXED, shared=shared))
+    naive = Head.leave_one_out_logits(head, features, labels)
+    torch.testing.assert_close(head.leave_one_out_logits(features, labels), naive, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("shots", [[3, 4, 2], [1, 1, 1]], ids=str)
+def test_auto_leaves_out_under_the_settings_that_it_chooses(shots: list[int]) -> None:
+    features, labels, _ = make_task(2, shots, 6, dtype=torch.float64)
+    expected = AutoHead(choose_means_settings(features, labels)).leave_one_out_logits(features, labels)
+    assert torch.equal(AutoHead().leave_one_out_logits(features, labels), expected)
+
+
+def test_auto_names_the_width_of_its_queries() -> None:
+    features, labels, queries = make_task(1, [3, 2], 6)
+    head = AutoHead(FIXED)
+    with pytest.raises(ValueError, match=r"query features .*6"):
+        head.logits(head.fit(features, labels), queries[:, :1])
 
 
 @pytest.mark.parametrize(("shots", "d"), [*SHOTS, ([1, 1, 1], 4)])
