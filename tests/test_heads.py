@@ -203,6 +203,24 @@ def test_examples_are_left_out_under_settings_chosen_once_on_all_of_them() -> No
 # ---------------------------------------------------------------- exported forms
 
 
+@pytest.mark.parametrize("name", HEADS)
+def test_the_exported_form_gives_the_heads_logits(name: str, task: tuple[Tensor, Tensor, Tensor]) -> None:
+    features, labels, queries = task
+    head = make_head(name)
+    state = head.fit(features, labels)
+    graph, logits = head.export(state), head.logits(state, queries)
+    assert all(buffer.dtype == torch.float32 for buffer in graph.buffers())
+    torch.testing.assert_close(graph(queries), logits, rtol=1e-4, atol=1e-5 * float(logits.abs().max()))
+
+
+def test_a_head_of_ones_own_need_not_have_an_exported_form() -> None:
+    class Own(Head[Tensor]):
+        pass
+
+    with pytest.raises(ValueError, match="^a Own as head has no form as an ONNX graph: use one of the package's"):
+        Own().export(torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("covariance", "everything_from"),
     [
