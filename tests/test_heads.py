@@ -217,7 +217,7 @@ def test_a_head_of_ones_own_need_not_have_an_exported_form() -> None:
     class Own(Head[Tensor]):
         pass
 
-    with pytest.raises(ValueError, match="^a Own as head has no form as an ONNX graph: use one of the package's"):
+    with pytest.raises(ValueError, match=r"^a Own as head has no form as an ONNX graph: use one of the package's"):
         Own().export(torch.zeros(1))
 
 
