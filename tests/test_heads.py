@@ -208,7 +208,7 @@ def test_the_exported_form_gives_the_heads_logits(name: str, task: tuple[Tensor,
     features, labels, queries = task
     head = make_head(name)
     state = head.fit(features, labels)
-    graph, logits = head.export(state), head.logits(state, queries)
+    graph, logits = head.export(state), head.logits(state, queries).detach()
     assert all(buffer.dtype == torch.float32 for buffer in graph.buffers())
     torch.testing.assert_close(graph(queries), logits, rtol=1e-4, atol=1e-5 * float(logits.abs().max()))
 
