@@ -69,16 +69,18 @@ def counts(request: pytest.FixtureRequest) -> Iterator[Counts]:
     """Examples tried and refused of each property; kept in the record from run to run, printed at the end."""
     found: Counts = json.loads(Path(RECORD).read_text()) if RECORD and Path(RECORD).exists() else {}
     yield found
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None:
+    plugins = request.config.pluginmanager
+    reporter, capture = plugins.get_plugin("terminalreporter"), plugins.get_plugin("capturemanager")
+    if reporter is None or capture is None:
         return
-    reporter.ensure_newline()
-    if EVERYDAY:
-        reporter.write_line(f"properties searched with FEWSHOT_PROPERTY_SEED={SEED}")
-    else:
-        for name, count in found.items():
-            reporter.write_line(f"{name}: {count['tried']} examples, {count['refused']} refused")
-        reporter.write_line(f"{sum(count['tried'] for count in found.values())} examples in all")
+    with capture.global_and_fixture_disabled():
+        reporter.ensure_newline()
+        if EVERYDAY:
+            reporter.write_line(f"properties searched with FEWSHOT_PROPERTY_SEED={SEED}")
+        else:
+            for name, count in found.items():
+                reporter.write_line(f"{name}: {count['tried']} examples, {count['refused']} refused")
+            reporter.write_line(f"{sum(count['tried'] for count in found.values())} examples in all")
 
 
 class Search:
