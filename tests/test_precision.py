@@ -62,10 +62,15 @@ def test_older_versions_of_torch_are_asked_otherwise(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("adaptation", ["film", "auto-regressive"])
-def test_in_bfloat16_order_batch_company_and_threads_change_nothing(adaptation: str, model: SimpleCNAPS) -> None:
-    """A last bit that differed would come out as the third digit: FiLM parameters and weights are rounded by it."""
+def test_in_bfloat16_order_batch_and_company_change_nothing(adaptation: str, model: SimpleCNAPS) -> None:
+    """A last bit that differed would come out as the third digit: FiLM parameters and weights are rounded by it.
+
+    With one number of threads: another may move a last bit of the task's representation (docs/speed.md).
+    """
     if adaptation != "film":
-        model = SimpleCNAPS(adaptation=adaptation).eval()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = SimpleCNAPS(adaptation=adaptation).eval()
         for name, parameter in model.named_parameters():
             if ".scales." in name:
                 parameter.data.mul_(30)  # fresh scales hardly adapt
@@ -75,16 +80,11 @@ def test_in_bfloat16_order_batch_company_and_threads_change_nothing(adaptation: 
     expected = classifier.decision_function(queries)
     unadapted = SimpleCNAPSClassifier(model, device="cpu", precision="bfloat16", adapt=False).fit(support, labels)
     assert np.abs(unadapted.decision_function(queries) - expected).max() > 1e-2 * np.abs(expected).max()
-    threads = torch.get_num_threads()
-    try:
-        for number, batch_size in ((1, 5), (2, 1)):
-            torch.set_num_threads(number)
-            other = SimpleCNAPSClassifier(model, device="cpu", precision="bfloat16", batch_size=batch_size)
-            other.fit([support[i] for i in order], labels[order])
-            for found in (other.decision_function(queries), other.decision_function(queries[:1])):
-                np.testing.assert_allclose(found, expected[: len(found)], rtol=1e-5)
-    finally:
-        torch.set_num_threads(threads)
+    for batch_size in (5, 1):
+        other = SimpleCNAPSClassifier(model, device="cpu", precision="bfloat16", batch_size=batch_size)
+        other.fit([support[i] for i in order], labels[order])
+        for found in (other.decision_function(queries), other.decision_function(queries[:1])):
+            np.testing.assert_allclose(found, expected[: len(found)], rtol=1e-5)
 
 
 def test_bfloat16_moves_features_in_the_second_digit_at_most(model: SimpleCNAPS) -> None:
