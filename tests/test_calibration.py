@@ -129,7 +129,7 @@ def best_settings(settings: CovarianceSettings, features: torch.Tensor, labels: 
     ],
     ids=repr,
 )
-@pytest.mark.parametrize(("seed", "shots"), [(8, [4, 3, 5]), (11, [1, 2, 3])])
+@pytest.mark.parametrize(("seed", "shots"), [(5, [4, 3, 5]), (8, [4, 3, 5]), (11, [1, 2, 3]), (13, [2, 1, 1, 2])])
 def test_what_is_auto_is_chosen_together_and_the_rest_kept(
     settings: CovarianceSettings, seed: int, shots: list[int]
 ) -> None:
