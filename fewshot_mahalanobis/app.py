@@ -299,8 +299,7 @@ def serve(
         show_error=True,
         prevent_thread_lock=True,
         theme=gr.themes.Default(primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["monospace"]).set(
-            button_primary_background_fill="*primary_600",
-            button_primary_background_fill_hover="*primary_700",
+            button_primary_background_fill="*primary_600", button_primary_background_fill_hover="*primary_700"
         ),
         css=_CSS,
         footer_links=[],

@@ -28,12 +28,7 @@ class Calibration(NamedTuple):
 
 
 def calibrate(
-    looks: Sequence[Look],
-    labels: Tensor,
-    *,
-    temperature: float | str,
-    false_rejection_rate: float,
-    reject: bool,
+    looks: Sequence[Look], labels: Tensor, *, temperature: float | str, false_rejection_rate: float, reject: bool
 ) -> Calibration:
     """Choose the temperature and, where queries may be rejected, the threshold on a support set.
 

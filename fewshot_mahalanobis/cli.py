@@ -261,9 +261,7 @@ def sort(
 
 
 @app.command()
-def unsort(
-    output: Annotated[Path, typer.Argument(help="Folder that `sort` made, or the table in it.")],
-) -> None:
+def unsort(output: Annotated[Path, typer.Argument(help="Folder that `sort` made, or the table in it.")]) -> None:
     """Undo `sort`: remove its links, and the copies whose originals are unchanged.
 
     Example: fewshot-mahalanobis unsort sorted/

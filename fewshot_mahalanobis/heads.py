@@ -504,11 +504,7 @@ HEADS: dict[str, type[Head[Any]]] = {
 
 
 def make_head(
-    name: str,
-    *,
-    covariance: RegularizedCovariance | None = None,
-    scale: float = 1.0,
-    in_features: int = 512,
+    name: str, *, covariance: RegularizedCovariance | None = None, scale: float = 1.0, in_features: int = 512
 ) -> Head[Any]:
     """Make a head by its name.
 

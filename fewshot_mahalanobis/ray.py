@@ -284,9 +284,7 @@ def _checked_file(classifier: str | os.PathLike[str]) -> Path:
     return Path(classifier)
 
 
-def _listed(
-    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-) -> tuple[FileSystem | None, list[str]]:
+def _listed(images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[FileSystem | None, list[str]]:
     """File system of a collection (None: local files) and the absolute paths of its images."""
     from pyarrow.fs import FileSelector, FileType
 

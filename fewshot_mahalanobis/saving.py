@@ -38,12 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.calibration import Calibration, check_settings
-from fewshot_mahalanobis.checkpoints.format import (
-    check_finite,
-    check_network,
-    checked_settings,
-    read_tensors,
-)
+from fewshot_mahalanobis.checkpoints.format import check_finite, check_network, checked_settings, read_tensors
 from fewshot_mahalanobis.devices import choose_device
 from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
@@ -317,11 +312,7 @@ def _read_header(path: Path, text: str) -> Header:
 
 
 def _state(
-    model: SimpleCNAPS,
-    header: Header,
-    tensors: Mapping[str, Tensor],
-    device: str | torch.device,
-    target: torch.device,
+    model: SimpleCNAPS, header: Header, tensors: Mapping[str, Tensor], device: str | torch.device, target: torch.device
 ) -> FittedState:
     weights = {
         name.removeprefix("model."): tensor.float() if tensor.is_floating_point() else tensor

@@ -69,11 +69,7 @@ classifier.predict(["photo.jpg"])  # also predict_proba, partial_fit with more i
 
 
 def write_repository(
-    folder: Path,
-    repo_id: str,
-    state: FittedState,
-    summary: SupportSummary,
-    thumbnails: tuple[Any, NDArray[Any]] | None,
+    folder: Path, repo_id: str, state: FittedState, summary: SupportSummary, thumbnails: tuple[Any, NDArray[Any]] | None
 ) -> None:
     """Write what goes into the repository ``repo_id``: the classifier, the model card, the thumbnails."""
     strips = {} if thumbnails is None else _write_strips(folder, state.classes, *thumbnails)

@@ -17,12 +17,14 @@ from filelock import FileLock
 
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob_id, download
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
-from fewshot_mahalanobis.checkpoints.format import FORMAT_VERSION, Model, read_checkpoint, save_checkpoint
+from fewshot_mahalanobis.checkpoints.format import Model, read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.checkpoints.table import CheckpointRecord
 from fewshot_mahalanobis.files import atomic_replace, remove_leftovers
 
 #: Environment variable: the folder for converted checkpoints.
 CACHE_VARIABLE = "FEWSHOT_MAHALANOBIS_CACHE"
+#: In the names of cached folders; another number if weights are converted in another way.
+CONVERSION = 1
 
 _CARD = """\
 ---
@@ -55,7 +57,7 @@ def load_published(record: CheckpointRecord, model_class: type[Model]) -> Model:
     CheckpointError if a local copy has the wrong digest, or the cache cannot be written or has been damaged.
     """
     cache = cache_folder()
-    folder = cache / f"{record.name}-{str(record.blob_id)[:12]}-v{FORMAT_VERSION}"
+    folder = cache / f"{record.name}-{str(record.blob_id)[:12]}-v{CONVERSION}"
     if not folder.is_dir():
         try:
             cache.mkdir(parents=True, exist_ok=True)

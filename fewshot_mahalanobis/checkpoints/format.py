@@ -29,7 +29,8 @@ from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
 
-FORMAT_VERSION = 1
+#: Version 2 has weights in int8.
+FORMAT_VERSION = 2
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 #: A fitted classifier in a Hub repository.
 CLASSIFIER = "classifier.safetensors"
@@ -38,6 +39,8 @@ CLASSIFIER = "classifier.safetensors"
 MAX_CONFIG_BYTES = 2**16
 #: Types that weights may be stored in, by their name in a safetensors header.
 _STORAGE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: Added to the name of a weight in int8: what each of its output channels is multiplied by.
+_SCALE = ".scale"
 #: Integers are stored in their own type.
 _WHOLE = {
     torch.int64: "I64",
@@ -131,9 +134,10 @@ def save_checkpoint(
         On any device, in any precision.
     folder : path
         Made if absent; a checkpoint in it is replaced.
-    dtype : {torch.float32, torch.float16, torch.bfloat16}, optional
-        How convolution kernels and matrices are stored; float32 by default. Vectors (biases, BatchNorm,
-        FiLM scales) stay float32: they are under one per cent of the bytes, and rounding them costs accuracy.
+    dtype : {torch.float32, torch.float16, torch.bfloat16, torch.int8}, optional
+        How convolution kernels and matrices are stored; float32 by default, int8 with a scale for each output channel.
+        Vectors (biases, BatchNorm, FiLM scales) stay float32: they are under one per cent of the bytes, and rounding
+        them costs accuracy.
     card : str, optional
         Markdown of ``README.md``. By default the folder's own is kept, or a plain one is written.
 
@@ -144,11 +148,15 @@ def save_checkpoint(
     """
     folder = Path(folder)
     dtype = torch.float32 if dtype is None else dtype
-    if dtype not in _STORAGE.values():
-        raise ValueError(f"dtype must be one of {sorted(map(str, _STORAGE.values()))}, not {dtype}")
+    types = (*_STORAGE.values(), torch.int8)
+    if dtype not in types:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, types))}, not {dtype}")
     settings = checked_settings(model.config, "model.config", type(model))
-    tensors = {name: _to_storage(name, tensor, dtype) for name, tensor in model.state_dict().items()}
-    config = json.dumps({"format_version": FORMAT_VERSION, **settings}, indent=2, allow_nan=False) + "\n"
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        tensors |= _to_storage(name, tensor, dtype)
+    version = FORMAT_VERSION if dtype == torch.int8 else 1  # earlier packages read what they can
+    config = json.dumps({"format_version": version, **settings}, indent=2, allow_nan=False) + "\n"
     if card is None and not (folder / CARD).exists():
         card = _default_card(settings)
     try:
@@ -288,29 +296,45 @@ def checked_settings(config: Mapping[str, Any], source: str, model_class: type[S
     return settings
 
 
-def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a CPU copy of one weight in the type it is stored in."""
+def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """CPU copies of one weight in the type it is stored in, and of its scales if that is int8."""
     if not tensor.is_floating_point():
-        return tensor.detach().to("cpu", copy=True).contiguous()
+        return {name: tensor.detach().to("cpu", copy=True).contiguous()}
     if not torch.isfinite(tensor).all():
         raise CheckpointError(f"the weight {name!r} is NaN or infinite: the model cannot be saved")
-    stored = tensor.detach().to("cpu", dtype if tensor.ndim > 1 else torch.float32, copy=True)
+    if tensor.ndim <= 1:
+        dtype = torch.float32
+    if dtype == torch.int8:
+        weight = tensor.detach().to("cpu", torch.float32)
+        scale = (weight.flatten(1).abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        return {name: (weight / _per_channel(scale, weight)).round_().to(dtype).contiguous(), name + _SCALE: scale}
+    stored = tensor.detach().to("cpu", dtype, copy=True)
     if not torch.isfinite(stored).all():
         raise CheckpointError(f"the weight {name!r} does not fit into {dtype}: save it with dtype=torch.float32")
-    return stored.contiguous()
+    return {name: stored.contiguous()}
+
+
+def _per_channel(scale: Tensor, weight: Tensor) -> Tensor:
+    """One number for each output channel, (c,), in the shape that multiplies a weight (c, ...)."""
+    return scale.view(-1, *[1] * (weight.ndim - 1))
 
 
 def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file: exactly those ``expected``, of these shapes, in a type that fits.
 
-    Floating-point tensors keep their stored type: float32, float16 or bfloat16. CheckpointError on anything else; the
-    header is checked before any tensor is read.
+    Floating-point tensors keep their stored type: float32, float16 or bfloat16; those in int8 become float32.
+    CheckpointError on anything else; the header is checked before any tensor is read.
     """
     remedy = "Save or download it again"
     try:
         # The library compares the header's sizes with the file's before it allocates anything.
         with safe_open(path, framework="pt", device="cpu") as file:
             found = set(file.keys())
+            types = {name: file.get_slice(name).get_dtype() for name in found}
+            weights = {name: tensor for name, tensor in expected.items() if tensor.is_floating_point()}
+            quantised = [name for name, weight in weights.items() if weight.ndim > 1 and types.get(name) == "I8"]
+            scales = {name + _SCALE: weights[name].new_empty(len(weights[name])) for name in quantised}
+            expected = {**expected, **scales}
             for kind, names in (("missing", expected.keys() - found), ("unexpected", found - expected.keys())):
                 if names:
                     raise CheckpointError(
@@ -318,18 +342,21 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
                         f"first. Either may belong to another checkpoint. {remedy}"
                     )
             for name, tensor in expected.items():
-                entry = file.get_slice(name)
-                shape, stored = tuple(entry.get_shape()), entry.get_dtype()
+                shape, stored = tuple(file.get_slice(name).get_shape()), types[name]
                 if shape != tuple(tensor.shape):
                     raise CheckpointError(
                         f"{path}: tensor {name!r} has shape {shape}, not {tuple(tensor.shape)}. {remedy}"
                     )
-                if stored not in (_STORAGE if tensor.is_floating_point() else (_WHOLE.get(tensor.dtype),)):
+                fits = _STORAGE if tensor.is_floating_point() else (_WHOLE.get(tensor.dtype),)
+                if stored not in fits and name not in quantised:
                     raise CheckpointError(f"{path}: tensor {name!r} has type {stored}, which does not fit. {remedy}")
             # Copies: the library's tensors may be views of the file, which can change or vanish under them.
-            return {name: file.get_tensor(name).clone() for name in expected}
+            tensors = {name: file.get_tensor(name).clone() for name in expected}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a whole safetensors file: {error}. {remedy}") from error
+    for name in quantised:
+        tensors[name] = tensors[name] * _per_channel(tensors.pop(name + _SCALE).float(), tensors[name])
+    return tensors
 
 
 def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -159,12 +159,7 @@ _DATA_SETS = (
     DataSet(
         "ilsvrc_2012",
         "ILSVRC-2012",
-        _places(
-            "ILSVRC2012_img_train",
-            "ilsvrc_2012",
-            "ILSVRC/Data/CLS-LOC/train",
-            contents="n[0-9]*/",
-        ),
+        _places("ILSVRC2012_img_train", "ilsvrc_2012", "ILSVRC/Data/CLS-LOC/train", contents="n[0-9]*/"),
         {"train": (712, 915_249), "valid": (158, 199_833), "test": (130, 165_682)},
         layouts.imagenet,
         "Register at https://www.image-net.org, download ILSVRC2012_img_train.tar, unpack it to ILSVRC2012_img_train/ "

@@ -111,10 +111,14 @@ class FilmResNet18(nn.Module):
         Tensor of shape (n, 512)
             float32, whatever the precision of the convolutions.
         """
+        return self.maps(images, film).float().mean(dim=(2, 3))
+
+    def maps(self, images: Tensor, film: Film | None = None) -> Tensor:
+        """Images (n, 3, h, w) -> the last maps (n, 512, h', w'), of which the features are the mean."""
         x = self.stem(images)
         for index in range(len(self.layers)):
             x = self.layer(index, x, film)
-        return x.float().mean(dim=(2, 3))
+        return x
 
     def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> FoldedResNet18:
         """The network for inference, with BatchNorm and FiLM absorbed into its convolutions.

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -110,6 +110,14 @@ def learning_rate(step: int, steps: int, recipe: PretrainRecipe) -> float:
     return recipe.peak_lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
+def class_loss(outputs: Tensor, labels: Tensor, recipe: PretrainRecipe) -> Tensor:
+    """Cross-entropy of outputs (n, positions, classes): of their mean, or its mean if the recipe is dense."""
+    if recipe.dense:
+        labels = labels[:, None].expand(-1, outputs.shape[1])
+        return F.cross_entropy(outputs.mT, labels, label_smoothing=recipe.label_smoothing)
+    return F.cross_entropy(outputs.mean(1), labels, label_smoothing=recipe.label_smoothing)
+
+
 def pretrain(
     recipe: PretrainRecipe,
     output: str | Path,
@@ -178,7 +186,7 @@ def pretrain(
         if recipe.teacher is not None:
             teacher = Teacher(recipe.teacher, recipe.teacher_size, recipe.precision).to(place)
         outputs = turns_end + (0 if teacher is None else teacher.network.out_features)
-        model: nn.Module = nn.Sequential(backbone, nn.Linear(backbone.out_features, outputs))
+        model: nn.Module = PositionClassifier(backbone, outputs)
     if accelerator.num_processes > 1:
         if place.type == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -229,9 +237,10 @@ def pretrain(
             group["lr"] = learning_rate(step, steps, recipe)
         batch = batch.to(place, memory_format=torch.channels_last, non_blocking=True)
         with autocast(place, recipe.precision):
-            logits = network(batch)
-        of_classes, of_turns, of_teacher = logits.float().tensor_split([classes, turns_end], dim=1)
-        loss = F.cross_entropy(of_classes, labels.to(place, non_blocking=True), label_smoothing=recipe.label_smoothing)
+            at_positions = network(batch).float()
+        # The classifier is linear: the mean of its outputs is its output for the mean, the features.
+        of_turns, of_teacher = at_positions[..., classes:].mean(1).tensor_split([turns_end - classes], dim=1)
+        loss = class_loss(at_positions[..., :classes], labels.to(place, non_blocking=True), recipe)
         if recipe.rotation:
             loss = loss + F.cross_entropy(of_turns, turns.to(place, non_blocking=True))
         if teacher is not None:
@@ -262,6 +271,19 @@ def pretrain(
         trained = FilmResNet18()  # with ordinary BatchNorm again
     trained.load_state_dict(weights, assign=True)
     return trained.eval()
+
+
+class PositionClassifier(nn.Module):
+    """A linear classifier at every position of the backbone's last maps."""
+
+    def __init__(self, backbone: FilmResNet18, outputs: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.linear = nn.Linear(backbone.out_features, outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (n, 3, h, w) -> outputs (n, positions, outputs)."""
+        return cast("Tensor", self.linear(self.backbone.maps(images).flatten(2).mT))
 
 
 class Teacher(nn.Module):

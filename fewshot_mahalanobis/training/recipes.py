@@ -67,6 +67,8 @@ class PretrainRecipe(_Checked):
     rotation : float
         Share of images that are rotated by one to three quarter turns. If positive, the network also learns to predict
         the rotation, as a second task on the same images (Gidaris et al., ICCV 2019).
+    dense : bool
+        Classify every position of the last maps, not their mean (Lifchitz et al., CVPR 2019).
     teacher : str, optional
         Network of timm, or "efficientnet-lite0": its features of the same crops are learned too.
     teacher_size : int
@@ -99,6 +101,7 @@ class PretrainRecipe(_Checked):
     min_crop_area: Share = 0.35
     colour_jitter: NotNegative = 0.3
     rotation: Share = 0.0
+    dense: bool = False
     teacher: str | None = None
     teacher_size: Count = 128
     phases: Annotated[Phases, Meta(min_length=1)] = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))

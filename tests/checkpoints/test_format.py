@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import struct
@@ -17,6 +18,8 @@ from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, sa
 from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from tests.checkpoints.models import Bomb, same_weights
+
+CONV, BIAS = "feature_extractor.conv1.weight", "feature_extractor.bn1.bias"
 
 
 @pytest.fixture
@@ -103,9 +106,64 @@ def test_saving_where_a_file_stands_is_one_clear_error(model, tmp_path):
         save_checkpoint(model, tmp_path / "file")
 
 
-def test_integer_storage_type_is_refused(model, tmp_path):
+def test_storage_in_other_types_is_refused(model, tmp_path):
     with pytest.raises(ValueError, match="dtype"):
-        save_checkpoint(model, tmp_path, dtype=torch.int8)
+        save_checkpoint(model, tmp_path, dtype=torch.int16)
+
+
+@pytest.fixture(scope="module")
+def quantised(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantised")
+    save_checkpoint(model, folder, dtype=torch.int8)
+    return folder
+
+
+def test_int8_storage_is_as_near_as_a_scale_per_channel_allows_and_keeps_vectors_exact(model, saved, quantised):
+    loaded = read_checkpoint(quantised, SimpleCNAPS).state_dict()
+    for name, weight in model.state_dict().items():
+        assert loaded[name].dtype == weight.dtype
+        if weight.ndim > 1:
+            channels = weight.flatten(1).double()
+            step = channels.abs().amax(1, keepdim=True) / 127  # at most half of it is lost
+            assert (loaded[name].flatten(1) - channels).abs().le(step * (0.5 + 1e-4)).all()
+        else:
+            assert torch.equal(loaded[name], weight)
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (quantised, saved)]
+    assert sizes[0] < 0.53 * sizes[1]
+
+
+def test_int8_storage_is_of_format_version_2_and_others_of_version_1(saved, quantised):
+    versions = [json.loads((folder / "config.json").read_text())["format_version"] for folder in (saved, quantised)]
+    assert versions == [1, 2]
+
+
+def test_a_channel_of_zeros_survives_int8(tmp_path):
+    model = SimpleCNAPS(adaptation="none")
+    with torch.no_grad():
+        model.feature_extractor.conv1.weight[3] = 0
+    save_checkpoint(model, tmp_path, dtype=torch.int8)
+    assert not read_checkpoint(tmp_path, SimpleCNAPS).feature_extractor.conv1.weight[3].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(CONV + ".scale"), "1 tensors are missing"),
+        (lambda tensors: tensors.update({CONV + ".scale": torch.ones(3)}), r"shape \(3,\), not \(64,\)"),
+        (lambda tensors: tensors.update({CONV + ".scale": torch.full((64,), math.nan)}), "NaN or infinite"),
+        (lambda tensors: tensors.update({CONV + ".scale": torch.ones(64, dtype=torch.int8)}), "type I8"),
+        (lambda tensors: tensors.update({CONV: tensors[CONV].float()}), "1 tensors are unexpected"),
+        (lambda tensors: tensors.update({BIAS: tensors[BIAS].to(torch.int8)}), "type I8"),
+    ],
+    ids=["no scale", "wrong shape", "NaN", "scale in int8", "scale of a float", "vector in int8"],
+)
+def test_wrong_int8_storage_is_refused_by_name(quantised, tmp_path, change, message):
+    (tmp_path / "config.json").write_bytes((quantised / "config.json").read_bytes())
+    tensors = load_file(quantised / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tmp_path, SimpleCNAPS)
 
 
 def test_loading_leaves_the_global_generator_alone(saved):
@@ -160,7 +218,7 @@ def edit(folder: Path, **changes: object) -> None:
         ({"task_covariance": 1}, r"Expected `bool`, got `int` - at `\$\.task_covariance`"),
         ({"image_size": 84.5}, r"Expected `int`, got `float` - at `\$\.image_size`"),
         ({"image_size": True}, r"Expected `int`, got `bool` - at `\$\.image_size`"),
-        ({"format_version": 2}, "upgrade fewshot_mahalanobis"),
+        ({"format_version": 3}, "upgrade fewshot_mahalanobis"),
         ({"format_version": ...}, "missing required field `format_version`"),
         ({"format_version": "1"}, r"got `str` - at `\$\.format_version`"),
         ({"format_version": True}, r"got `bool` - at `\$\.format_version`"),

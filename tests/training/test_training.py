@@ -28,8 +28,10 @@ from fewshot_mahalanobis.training.meta_train import meta_train, scale_features_,
 from fewshot_mahalanobis.training.pretrain import (
     TEACHER_WEIGHT,
     NearestMean,
+    PositionClassifier,
     Teacher,
     TrainingImages,
+    class_loss,
     learning_rate,
     pretrain,
 )
@@ -126,6 +128,33 @@ def test_a_backbone_that_has_to_tell_quarter_turns_learns_to(tmp_path):
     guess = math.log(2) + math.log(4)
     assert losses[0] > 0.8 * guess
     assert losses[-1] < guess - 0.5 * math.log(4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_dense_loss_is_the_mean_over_positions_and_the_other_that_of_the_mean(smoothing):
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(4, 9, 5, generator=generator)
+    labels = torch.randint(5, (4,), generator=generator)
+    plain = PretrainRecipe(("a",), label_smoothing=smoothing)
+    at_each = [F.cross_entropy(outputs[:, p], labels, label_smoothing=smoothing) for p in range(9)]
+    of_mean = F.cross_entropy(outputs.mean(1), labels, label_smoothing=smoothing)
+    torch.testing.assert_close(class_loss(outputs, labels, replace(plain, dense=True)), sum(at_each) / 9)
+    torch.testing.assert_close(class_loss(outputs, labels, plain), of_mean)
+
+
+def test_the_mean_over_positions_is_the_output_for_the_features(folder):
+    images = load_source(folder, size=40).network_input(range(12))
+    model = PositionClassifier(FilmResNet18(), 7).eval()
+    with torch.no_grad():
+        outputs = model(images)
+        torch.testing.assert_close(outputs.mean(1), model.linear(model.backbone(images)), rtol=1e-4, atol=1e-4)
+    assert outputs.shape == (12, 9, 7)
+
+
+def test_a_dense_backbone_learns_the_classes(folder, tmp_path):
+    settings = {**PRETRAIN, "epochs": 10, "batch_size": 24, "peak_lr": 0.02, "dense": True}
+    pretrain(PretrainRecipe((folder,), **settings), tmp_path, device="cpu", progress=False)
+    assert log_of(tmp_path)[-1]["loss"] < 0.5 * math.log(6)
 
 
 def test_a_backbone_with_a_teacher_learns_its_features(folder, tmp_path):
