@@ -12,6 +12,7 @@ from torch import nn
 
 from fewshot_mahalanobis.checkpoints.errors import DownloadError, UploadError
 from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER, CONFIG, WEIGHTS, Model, read_checkpoint
+from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -45,6 +46,8 @@ def load_pretrained(
     """
     folder = Path(name_or_path)
     if not folder.is_dir():
+        if str(folder) in CHECKPOINTS:
+            raise ValueError(f"{name_or_path!r} is no Hub repository: use load_checkpoint({name_or_path!r})")
         folder = hub_checkpoint(str(name_or_path), **download)
     model = read_checkpoint(folder, model_class, backbone)
     for name, value in settings.items():

@@ -528,7 +528,7 @@ class SimpleCNAPS(
             The checkpoint cannot be found (:class:`~fewshot_mahalanobis.checkpoints.DownloadError`), is malformed or of
             another network.
         ValueError
-            It has other settings than ``settings``.
+            It has other settings than ``settings``, or the name is one for :func:`load_checkpoint`.
         """
         download = {
             "revision": revision,

@@ -96,6 +96,12 @@ def test_pushed_model_comes_back_from_the_hub(hub, model):
     assert same_weights(SimpleCNAPS.from_pretrained("user/pushed"), model)
 
 
+@pytest.mark.parametrize("name", ["resnet18", "default"])
+def test_a_named_checkpoint_is_not_looked_for_on_the_hub(name):
+    with pytest.raises(ValueError, match=rf"use load_checkpoint\('{name}'\)"):
+        SimpleCNAPS.from_pretrained(name)
+
+
 def test_saved_pretrained_folder_is_a_checkpoint(model, tmp_path):
     model.save_pretrained(tmp_path / "pretrained")
     assert same_weights(load_checkpoint(tmp_path / "pretrained"), model)
