@@ -155,7 +155,7 @@ def save_checkpoint(
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         tensors |= _to_storage(name, tensor, dtype)
-    version = FORMAT_VERSION if dtype == torch.int8 else 1  # earlier packages read what they can
+    version = FORMAT_VERSION if dtype == torch.int8 else 1  # earlier versions of the package read it
     config = json.dumps({"format_version": version, **settings}, indent=2, allow_nan=False) + "\n"
     if card is None and not (folder / CARD).exists():
         card = _default_card(settings)
