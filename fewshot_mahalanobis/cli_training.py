@@ -193,16 +193,19 @@ def evaluate(
     protocol: Annotated[
         Protocol, typer.Option(help="fixed: --way classes, --shot images each. variable: as Meta-Dataset draws them.")
     ] = Protocol.fixed,
-    shots: Annotated[list[int] | None, typer.Option("--shot", help="Support images per class; repeatable.")] = None,
+    shots: Annotated[
+        list[int] | None,
+        typer.Option("--shot", min=1, help="Support images per class; repeatable.", show_default="1, 5"),
+    ] = None,
     way: Annotated[int, typer.Option(min=2, help="Classes per episode (fixed protocol).")] = 5,
-    queries: Annotated[int, typer.Option(min=1, help="Query images per class.")] = 10,
+    queries: Annotated[int, typer.Option(min=1, help="Query images per class, at most.")] = 10,
     episodes: Annotated[int, typer.Option(min=2, help="Episodes per source.")] = 600,
     heads: Annotated[
         list[str] | None,
         typer.Option(
             "--head",
-            help="Head to compare; may be repeated. Default: mahalanobis and euclidean; of several checkpoints, "
-            "each one's own.",
+            help="Head to compare; may be repeated. Default: the checkpoint's own, mahalanobis and euclidean; of "
+            "several checkpoints, each one's own.",
         ),
     ] = None,
     adapt: Annotated[
@@ -235,8 +238,8 @@ def evaluate(
 ) -> None:
     """Measure accuracy on episodes of every source, with 95 % intervals.
 
-    By default adapted and not adapted, with the Mahalanobis and the Euclidean head. The paper's figures are shown
-    beside, if it has any for that source and method.
+    By default adapted and not adapted, with the checkpoint's own, the Mahalanobis and the Euclidean head. The paper's
+    figures are shown beside, if it has any for that source and method.
 
     For example:
 

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
 import msgspec
 import torch
@@ -28,6 +28,9 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
+
+if TYPE_CHECKING:
+    from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Version 2 has weights in int8.
 FORMAT_VERSION = 2
@@ -52,27 +55,7 @@ _WHOLE = {
 }
 
 
-class SavedModel(Protocol):
-    """What the format asks of a model: :class:`~fewshot_mahalanobis.SimpleCNAPS` is one."""
-
-    config: dict[str, Any]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], network: nn.Module | None = None) -> Any:
-        """A model with these settings and without memory for its weights; ValueError if they are out of range."""
-
-    @classmethod
-    def from_published_state_dict(cls, state_dict: Mapping[str, Any], *, image_size: int = 224) -> Any:
-        """A model with the weights of the authors' implementation."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its weights by name."""
-
-    def fill(self, weights: Mapping[str, Tensor]) -> Any:
-        """Give a model of ``from_config`` its weights; ValueError if its network is not the one that was saved."""
-
-
-Model = TypeVar("Model", bound=SavedModel)
+Model = TypeVar("Model", bound="SimpleCNAPS")
 
 _Colours = Annotated[list[float], msgspec.Meta(min_length=3, max_length=3)]
 
@@ -122,7 +105,7 @@ measured accuracies.
 
 
 def save_checkpoint(
-    model: SavedModel, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, card: str | None = None
+    model: SimpleCNAPS, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, card: str | None = None
 ) -> None:
     """Write a model as a checkpoint.
 
@@ -154,7 +137,9 @@ def save_checkpoint(
     settings = checked_settings(model.config, "model.config", type(model))
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        tensors |= _to_storage(name, tensor, dtype)
+        # In int8 the features of a pretrained network may leave its fingerprint.
+        foreign = dtype == torch.int8 and name.startswith("feature_extractor.network.")
+        tensors |= _to_storage(name, tensor, torch.float16 if foreign else dtype)
     version = FORMAT_VERSION if dtype == torch.int8 else 1  # earlier versions of the package read it
     config = json.dumps({"format_version": version, **settings}, indent=2, allow_nan=False) + "\n"
     if card is None and not (folder / CARD).exists():
@@ -235,10 +220,10 @@ def read_checkpoint(
     tensors = read_tensors(folder / WEIGHTS, expected)
     check_finite(folder / WEIGHTS, tensors)
     try:
-        filled: Model = model.fill({name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()})
+        model.fill({name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()})
     except ValueError as error:
         raise CheckpointError(f"{folder / WEIGHTS}: {error}") from error
-    return filled
+    return cast("Model", model)
 
 
 def check_network(source: str, settings: Mapping[str, Any], network: nn.Module | None, how: str) -> None:
@@ -250,7 +235,7 @@ def check_network(source: str, settings: Mapping[str, Any], network: nn.Module |
         raise CheckpointError(f"{source}: this is Simple CNAPS with its own network: it takes no other")
 
 
-def _read_settings(path: Path, model_class: type[SavedModel]) -> dict[str, Any]:
+def _read_settings(path: Path, model_class: type[SimpleCNAPS]) -> dict[str, Any]:
     """Read the model's arguments from a ``config.json``."""
     try:
         with path.open("rb") as file:
@@ -278,7 +263,7 @@ def _read_settings(path: Path, model_class: type[SavedModel]) -> dict[str, Any]:
 
 
 @functools.cache
-def _settings_type(model_class: type[SavedModel]) -> type[msgspec.Struct]:
+def _settings_type(model_class: Any) -> type[msgspec.Struct]:
     """A record with a field for each argument of the model; the backbone stands by its description."""
     hints = get_type_hints(model_class.__init__)
     optional = {"encoder_size": int, "task_encoder": str, "backbone": _BackboneDescription}
@@ -287,7 +272,7 @@ def _settings_type(model_class: type[SavedModel]) -> type[msgspec.Struct]:
     return msgspec.defstruct("Settings", [*required, *rest], forbid_unknown_fields=True)
 
 
-def checked_settings(config: Mapping[str, Any], source: str, model_class: type[SavedModel]) -> dict[str, Any]:
+def checked_settings(config: Mapping[str, Any], source: str, model_class: Any) -> dict[str, Any]:
     """``config`` if it has every argument of the model, each of its type, and no more; or CheckpointError."""
     try:
         settings: dict[str, Any] = msgspec.to_builtins(msgspec.convert(config, _settings_type(model_class)))
@@ -304,13 +289,12 @@ def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tens
         raise CheckpointError(f"the weight {name!r} is NaN or infinite: the model cannot be saved")
     if tensor.ndim <= 1:
         dtype = torch.float32
-    if dtype == torch.int8:
-        weight = tensor.detach().to("cpu", torch.float32)
-        scale = (weight.flatten(1).abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-        return {name: (weight / _per_channel(scale, weight)).round_().to(dtype).contiguous(), name + _SCALE: scale}
-    stored = tensor.detach().to("cpu", dtype, copy=True)
+    stored = tensor.detach().to("cpu", torch.float32 if dtype == torch.int8 else dtype, copy=True)
     if not torch.isfinite(stored).all():
-        raise CheckpointError(f"the weight {name!r} does not fit into {dtype}: save it with dtype=torch.float32")
+        raise CheckpointError(f"the weight {name!r} does not fit into {stored.dtype}: save it with dtype=torch.float32")
+    if dtype == torch.int8:
+        scale = (stored.flatten(1).abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        return {name: (stored / _per_channel(scale, stored)).round_().to(dtype).contiguous(), name + _SCALE: scale}
     return {name: stored.contiguous()}
 
 

@@ -88,7 +88,7 @@ class SmallEpisodes:
         self._classes = source.indices_of_class()
         self._queries = queries
         sizes = [len(images) for images in self._classes]
-        self._max_shot = min(6, int(np.median(sizes)) - 2)
+        self._max_shot = min(6, int(np.median(sizes)) - 2, sorted(sizes)[-2:][0] - 1)  # leaves two classes
         if self._max_shot < 1:
             raise ValueError(f"{source.name}: half of the classes have fewer than 3 images; leave them out")
         self._max_way = sum(size > self._max_shot for size in sizes)

@@ -52,9 +52,7 @@ def plot_curves(results: Sequence[Result], folder: str | Path) -> list[Path]:
     In the variable protocol both, by the shots of classes and the ways of episodes. In the fixed protocol the averages
     over sources, by shots. All results must be of one protocol.
     """
-    from matplotlib.figure import Figure
-
-    from fewshot_mahalanobis.plotting import plot_accuracy
+    from fewshot_mahalanobis.plotting import Figure, plot_accuracy
 
     variable = [result for result in results if result.protocol == "variable"]
     if variable:

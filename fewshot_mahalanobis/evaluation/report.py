@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -45,7 +47,7 @@ class Settings:
     way : int
         Classes per episode (fixed protocol). A source with fewer is evaluated with those it has.
     queries : int
-        Query images per class; at most so many in the variable protocol.
+        Query images per class; those that are left where a class has fewer.
     episodes : int
         Episodes per source.
     seed : int
@@ -55,7 +57,7 @@ class Settings:
     Raises
     ------
     ValueError
-        ``protocol`` is something else.
+        ``protocol`` is something else, or ``shots`` has a number below 1.
     """
 
     protocol: Protocol = "fixed"
@@ -69,6 +71,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.protocol not in ("fixed", "variable"):
             raise ValueError(f'protocol must be "fixed" or "variable", got {self.protocol!r}')
+        if min(self.shots, default=1) < 1:
+            raise ValueError(f"shots must be 1 or more, got {min(self.shots)}")
 
 
 def variants_of(
@@ -150,9 +154,15 @@ def evaluate(
     kept = read_results(file) if file is not None and Path(file).exists() else []
     by_key = {result.key: result for result in kept}
     digest = _digest(model)
-    shots: tuple[int | None, ...] = settings.shots if settings.protocol == "fixed" else (None,)
-    wanted = []
-    for source in tqdm(open_sources(sources, root, model.image_size), desc="sources", disable=not progress):
+    shots: tuple[int | None, ...] = tuple(dict.fromkeys(settings.shots)) if settings.protocol == "fixed" else (None,)
+    opened, wanted = open_sources(sources, root, model.image_size), []
+    if settings.protocol == "fixed":
+        for source in opened:  # a source too small is told before any work
+            try:
+                FixedEpisodes(source, min(settings.way, len(source.class_names)), max(settings.shots)).draw(0)
+            except ValueError as error:
+                raise ValueError(f"{source.name}: {error}. Leave it out, or give smaller --shot") from error
+    for source in tqdm(opened, desc="sources", disable=not progress):
         images, features = source, None
         for shot in shots:
             result = Result(
@@ -165,6 +175,7 @@ def evaluate(
                 seed=settings.seed,
                 precision=settings.precision,
                 model=digest,
+                images=_digest_of_source(source),
             )
             result = by_key.get(result.key, result)
             missing = {title: variant for title, variant in variants.items() if title not in result.scores}
@@ -239,8 +250,11 @@ def evaluate_checkpoints(
         A checkpoint cannot be loaded.
     """
     settings = Settings() if settings is None else settings
-    if plots is not None and settings.protocol == "fixed" and len(set(settings.shots)) < 2:
-        raise ValueError("--plots needs --protocol variable, or several --shot")
+    if plots is not None:
+        if settings.protocol == "fixed" and len(set(settings.shots)) < 2:
+            raise ValueError("--plots needs --protocol variable, or several --shot")
+        importlib.import_module("fewshot_mahalanobis.plotting")  # tells at once if matplotlib is missing
+        Path(plots).mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(checkpoints))
     first, several = names[0], len(names) > 1 or bool(methods)
     frozen, trained = open_methods(methods)
@@ -315,6 +329,12 @@ def _drawing(source: ImageSource, result: Result) -> Callable[[int], Episode]:
         limits = replace(EVALUATION, min_way=fewest, max_queries=result.queries)
         return VariableEpisodes(source, limits, seed=result.seed).draw
     return FixedEpisodes(source, result.way, result.shot, result.queries, seed=result.seed, seed_by_name=False).draw
+
+
+def _digest_of_source(source: ImageSource) -> str:
+    """Digest of a source's classes and their numbers of images."""
+    classes = json.dumps([source.class_names, np.bincount(source.labels).tolist()])
+    return hashlib.sha256(classes.encode()).hexdigest()[:16]
 
 
 def _digest(model: SimpleCNAPS) -> str:

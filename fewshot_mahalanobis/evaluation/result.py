@@ -156,6 +156,8 @@ class Result:
         Of the convolutions.
     model : str
         Digest of its settings and weights.
+    images : str
+        Digest of the source's classes and their numbers of images.
     scores : mapping of str to Scores
         By method, which is the heading of its column.
     """
@@ -169,6 +171,7 @@ class Result:
     seed: int
     precision: str
     model: str
+    images: str = ""
     scores: Mapping[str, Scores] = field(default_factory=dict)
 
     @property
@@ -176,7 +179,7 @@ class Result:
         """What two results have in common that are of the same model on the same episodes."""
         return (
             self.source, self.protocol, self.way, self.shot, self.queries, self.episodes, self.seed, self.precision,
-            self.model,
+            self.model, self.images,
         )  # fmt: skip
 
     @property

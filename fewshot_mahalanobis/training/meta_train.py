@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.baselines.model import Baseline
+from fewshot_mahalanobis.checkpoints.format import checked_settings
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.networks.backbone import is_network_name
@@ -141,6 +142,12 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
         model = make(recipe.backbone, **settings) if by_name else make(**settings)
     if recipe.method is None and model.film_generator is None:
         raise ValueError("a model without adaptation has nothing to meta-train")
+    checked_settings(model.config, "model", type(model))
+    if not by_name:
+        cast(FilmResNet18, model.feature_extractor).load_state_dict(resnet18_weights(recipe.backbone))
+        scale_features_(model, recipe.feature_scale)
+    elif recipe.feature_scale != 1:
+        raise ValueError("feature_scale is for the FiLM ResNet18; of another network set model.beta")
     if recipe.init is not None:
         before = load_checkpoint(recipe.init)
         not_weights = {name: model.config[name] for name in ("head", "scale", "beta", "image_size")}
@@ -148,10 +155,6 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
         start = {name: x for name, x in before.state_dict().items() if not name.startswith("feature_extractor.")}
         model.load_state_dict({**model.state_dict(), **start})
-    if by_name:
-        return model
-    cast(FilmResNet18, model.feature_extractor).load_state_dict(resnet18_weights(recipe.backbone))
-    scale_features_(model, recipe.feature_scale)
     return model
 
 
@@ -177,18 +180,8 @@ def meta_train(
     output : path
         Run folder, the same in every process. The results are the checkpoints in its sub-folders ``checkpoint`` (last
         weights) and, with validation sources, ``best``.
-    device : {"auto", "cpu"}
-        "auto": a GPU if there is one.
-    workers : int
-        Processes that prepare tasks, per process of the run; 0: the process itself.
-    lazy : bool
-        Decode images on demand instead of keeping them in memory (21 kB per image and process).
-    tensorboard : bool
-        Also write logs for TensorBoard, in the run folder.
-    save_every : float
-        Seconds between saved states.
-    progress : bool
-        Show a progress bar.
+    device, workers, lazy, tensorboard, save_every, progress
+        As for :func:`~fewshot_mahalanobis.training.pretrain.pretrain`.
 
     Returns
     -------
@@ -225,6 +218,7 @@ def meta_train(
     start = 0
     if (state := run.resume()) is not None:
         logits_of.load_state_dict(state["model"])
+        logits_of.store_scale()
         optimizer.load_state_dict(state["optimizer"])
         best, start = state["best"], state["step"]
     network = accelerator.prepare_model(logits_of)

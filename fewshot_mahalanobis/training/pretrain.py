@@ -160,7 +160,7 @@ def pretrain(
     Raises
     ------
     ValueError
-        The recipe does not fit the sources, or the folder holds a run with another recipe.
+        The recipe does not fit the sources, the folder holds a run with another recipe, or training diverges.
 
     Warns
     -----
@@ -264,6 +264,8 @@ def pretrain(
                 run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
                 saved = time.monotonic()
     weights = {name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()}
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise ValueError(f"the weights are NaN or infinite: try another folder than {output}, and a smaller peak_lr")
     if accelerator.is_main_process:
         save_file(weights, str(run.path / "backbone.safetensors"))
     accelerator.wait_for_everyone()

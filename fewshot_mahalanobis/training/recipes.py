@@ -129,7 +129,8 @@ class MetaTrainRecipe(_Checked):
     model : mapping
         Arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS`, or of its ``from_backbone`` for a network by name.
     init : str, optional
-        Checkpoint of the same ``model`` whose adaptation networks to start from; default: random weights.
+        Checkpoint of the same ``model`` and ``feature_scale`` whose adaptation networks to start from; default: random
+        weights.
     root : str, optional
         Folder of data sets given by name.
     method : str, optional

@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from fewshot_mahalanobis.checkpoints.format import read_tensors
 from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.files import atomic_replace
@@ -58,7 +59,9 @@ def resnet18_weights(backbone: str) -> dict[str, Tensor]:
     from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 
     if backbone.endswith(".safetensors"):
-        return load_file(backbone)
+        with torch.device("meta"):
+            expected = FilmResNet18().state_dict()
+        return read_tensors(Path(backbone), expected)
     network = load_checkpoint(backbone).feature_extractor
     if not isinstance(network, FilmResNet18):
         raise ValueError(f"the backbone of the checkpoint {backbone!r} is no FilmResNet18 but {type(network).__name__}")
@@ -109,7 +112,7 @@ class RunFolder:
         self._writer: Any = None
         recipe = json.loads(json.dumps(recipe))
         file = self.path / "recipe.json"
-        if file.exists():
+        if (self.path / "log.jsonl").exists():  # else no step was made: a mistaken command does not block its folder
             before = json.loads(file.read_text())
             changed = sorted(k for k in recipe.keys() | before.keys() if recipe.get(k) != before.get(k))
             if changed:
@@ -125,7 +128,10 @@ class RunFolder:
     def resume(self) -> dict[str, Any] | None:
         """Load the last saved state, None for a fresh run, and drop later log lines: they will be logged again."""
         file = self.path / "state.pt"
-        state = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
+        except (EOFError, RuntimeError, UnpicklingError) as error:
+            raise ValueError(f"{file} is damaged: delete it to begin the run again") from error
         if self._main:
             step, log = state["step"] if state is not None else 0, self.path / "log.jsonl"
             if log.exists():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
@@ -135,6 +136,23 @@ def test_int8_storage_is_as_near_as_a_scale_per_channel_allows_and_keeps_vectors
 def test_int8_storage_is_of_format_version_2_and_others_of_version_1(saved, quantised):
     versions = [json.loads((folder / "config.json").read_text())["format_version"] for folder in (saved, quantised)]
     assert versions == [1, 2]
+
+
+def test_a_weight_beyond_float32_is_refused_in_int8(tmp_path):
+    model = SimpleCNAPS(adaptation="none").double()
+    with torch.no_grad():
+        model.feature_extractor.conv1.weight[3] = 1e300
+    with pytest.raises(CheckpointError, match=r"'feature_extractor\.conv1\.weight' does not fit"):
+        save_checkpoint(model, tmp_path, dtype=torch.int8)
+
+
+def test_a_pretrained_network_is_stored_in_float16_instead_of_int8(tmp_path):
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1))
+    model = SimpleCNAPS.from_backbone(network, image_size=32, mean=[0.5] * 3, std=[0.5] * 3)
+    save_checkpoint(model, tmp_path, dtype=torch.int8)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["feature_extractor.network.0.weight"].dtype == torch.float16
+    read_checkpoint(tmp_path, SimpleCNAPS, backbone=network)
 
 
 def test_a_channel_of_zeros_survives_int8(tmp_path):

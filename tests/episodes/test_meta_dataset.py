@@ -220,6 +220,7 @@ def test_small_episodes_fit_small_sources_or_are_an_error():
         episode = episodes.draw(index)
         assert episode.way <= 4
         assert np.bincount(episode.support_labels).max() <= 3
+    assert {SmallEpisodes(source_of([3, 20]), 3).draw(index).way for index in range(9)} == {2}
     with pytest.raises(ValueError, match=r"drawn/test: half of the classes have fewer than 3 images; leave them out"):
         SmallEpisodes(source_of([9, 2, 2, 2]), 3)
 

@@ -1,5 +1,6 @@
 import copy
 import itertools
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -105,6 +106,39 @@ def test_a_report_is_written_as_it_goes_and_continued(model, tmp_path, monkeypat
     evaluate(other, ["a"], one_shot, file=file, progress=False)
     assert computed[2:] == [FOUR]
     assert len({result.model for result in read_results(file)}) == 2
+
+    # another set of the same name is another source
+    sources["a"] = colours(each=5)
+    evaluate(model, ["a"], one_shot, file=file, progress=False)
+    assert computed[3:] == [FOUR]
+
+
+def test_a_number_of_shots_given_twice_counts_once(model, monkeypatch):
+    monkeypatch.setattr(report_module, "open_source", lambda path, root, size: colours())
+    settings = Settings(shots=(2, 1, 2), way=2, queries=1, episodes=2)
+    assert [result.shot for result in evaluate(model, ["a"], settings, progress=False)] == [2, 1]
+
+
+def test_too_small_a_source_is_refused_before_any_work(model, tmp_path, monkeypatch):
+    sources = {"a": colours(), "b": replace(colours(each=5), name="small")}
+    monkeypatch.setattr(report_module, "open_source", lambda path, root, size: sources[path])
+    with pytest.raises(ValueError, match=r"small: a 4-way 5-shot episode needs .* smaller --shot"):
+        evaluate(model, ["a", "b"], Settings(way=4, episodes=2), file=tmp_path / "r.json", progress=False)
+    assert not (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize("shot", [0, -1])
+def test_numbers_of_shots_below_one_are_refused(shot):
+    with pytest.raises(ValueError, match="shots must be 1 or more"):
+        Settings(shots=(1, shot))
+
+
+def test_plots_without_matplotlib_are_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "fewshot_mahalanobis.plotting", raising=False)
+    monkeypatch.setattr(report_module, "load_checkpoint", lambda name: pytest.fail("work was begun"))
+    with pytest.raises(ImportError, match="pip install"):
+        report_module.evaluate_checkpoints(["resnet18"], ["a"], plots=tmp_path / "plots")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '[{"source": "a"}]', '[{"source": "a", "way": "five"}]'])

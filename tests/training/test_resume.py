@@ -105,7 +105,15 @@ def test_a_pretraining_killed_three_times_ends_with_the_same_bits(folder, unbrok
 
 def test_a_meta_training_killed_three_times_ends_with_the_same_bits(folder, unbroken, tmp_path):
     recipe = meta_recipe(
-        folder, unbroken[0], tasks=8, tasks_per_step=1, validation=(folder,), validate_every=3, augment=True, lite=3
+        folder,
+        unbroken[0],
+        tasks=8,
+        tasks_per_step=1,
+        validation=(folder,),
+        validate_every=3,
+        augment=True,
+        lite=3,
+        learn_scale=True,
     )
     pace = run_unbroken(meta_train, recipe, tmp_path / "unbroken")
     run_with_kills(meta_train, recipe, tmp_path / "run", pace, seed=2)

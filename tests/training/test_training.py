@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import load_checkpoint
@@ -24,7 +24,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training import meta_train as meta_training
 from fewshot_mahalanobis.training.augment import augment_task, cut_to_ink, is_grey
 from fewshot_mahalanobis.training.meta_train import learning_rate as meta_learning_rate
-from fewshot_mahalanobis.training.meta_train import meta_train, scale_features_, validation_due
+from fewshot_mahalanobis.training.meta_train import meta_train, scale_features_, starting_model, validation_due
 from fewshot_mahalanobis.training.pretrain import (
     TEACHER_WEIGHT,
     NearestMean,
@@ -36,7 +36,7 @@ from fewshot_mahalanobis.training.pretrain import (
     pretrain,
 )
 from fewshot_mahalanobis.training.recipes import MetaTrainRecipe, PretrainRecipe
-from fewshot_mahalanobis.training.run import RunFolder
+from fewshot_mahalanobis.training.run import RunFolder, resnet18_weights
 from fewshot_mahalanobis.training.tasks import TrainingTasks
 from fewshot_mahalanobis.training.validation import better_on_most
 from tests.training.small import PRETRAIN, draw_colours, meta_recipe
@@ -64,6 +64,33 @@ def test_pretraining_writes_a_backbone_that_loads_and_reports(backbone):
     log = log_of(backbone)
     assert log[-1]["step"] == 12
     assert [record["validation"] for record in log if "validation" in record][-1] > 0.2
+
+
+def test_a_command_that_failed_does_not_keep_its_folder(folder, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        pretrain(PretrainRecipe(("nowhere",), **PRETRAIN), tmp_path, device="cpu", progress=False)
+    pretrain(PretrainRecipe((folder,), **{**PRETRAIN, "epochs": 1}), tmp_path, device="cpu", progress=False)
+    assert json.loads((tmp_path / "recipe.json").read_text())["sources"] == [folder]
+
+
+@pytest.mark.parametrize("content", [b"", b"no state"])
+def test_a_damaged_state_is_named_with_what_to_do(tmp_path, content):
+    (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"state\.pt is damaged: delete it"):
+        RunFolder(tmp_path, {"a": 1}).resume()
+
+
+def test_a_file_of_another_network_is_no_backbone(tmp_path):
+    save_file({"weight": torch.ones(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="120 tensors are missing"):
+        resnet18_weights(str(tmp_path / "other.safetensors"))
+
+
+def test_training_that_diverges_is_an_error_and_writes_no_backbone(folder, tmp_path):
+    recipe = PretrainRecipe((folder,), **{**PRETRAIN, "peak_lr": 1e30})
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        pretrain(recipe, tmp_path, device="cpu", progress=False)
+    assert not (tmp_path / "backbone.safetensors").exists()
 
 
 def test_another_recipe_in_the_same_folder_is_refused(folder, backbone):
@@ -233,6 +260,24 @@ def test_meta_training_changes_the_adapters_alone_and_writes_a_checkpoint(folder
     log = log_of(tmp_path)
     assert [record["step"] for record in log] == [1, 2, 3, 4]
     assert 0 <= log[-1]["validation"][folder] <= 1
+
+
+def test_adaptation_networks_are_taken_over_as_they_are_whatever_the_feature_scale(folder, backbone, tmp_path):
+    meta_train(meta_recipe(folder, backbone, feature_scale=0.2), tmp_path, device="cpu", progress=False)
+    trained = load_checkpoint(tmp_path / "checkpoint").state_dict()
+    on = starting_model(meta_recipe(folder, backbone, feature_scale=0.2, init=str(tmp_path / "checkpoint")))
+    for name, weight in on.state_dict().items():
+        torch.testing.assert_close(weight, trained[name], rtol=1e-3, atol=1e-3)  # the backbone was stored in float16
+        if not name.startswith("feature_extractor."):
+            assert torch.equal(weight, trained[name]), name
+
+
+def test_a_finished_run_started_again_keeps_the_scale_it_learned(folder, backbone, tmp_path):
+    recipe = meta_recipe(folder, backbone, learn_scale=True, learning_rate=0.01)
+    scale = meta_train(recipe, tmp_path, device="cpu", progress=False).head.scale
+    assert scale != SimpleCNAPS(image_size=32).head.scale
+    again = meta_train(recipe, tmp_path, device="cpu", progress=False)
+    assert again.head.scale == load_checkpoint(tmp_path / "checkpoint").head.scale == scale
 
 
 def test_the_best_checkpoint_is_that_of_the_best_validation(folder, backbone, tmp_path, monkeypatch):
@@ -407,11 +452,17 @@ def test_a_gpu_by_number_is_refused_with_what_to_do(folder, tmp_path):
         ({"tasks": 1}, "less than one step"),
         ({"episodes": "fixed", "shot": 9}, "classes of at least 10 images"),
         ({"root": "nowhere", "sources": ("dtd:train",)}, "no DTD below nowhere"),
+        ({"model": {"task_covariance": "False"}}, "Expected `bool`, got `str`"),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused_by_name(settings, message, folder, backbone, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         meta_train(meta_recipe(folder, backbone, **settings), tmp_path, device="cpu", progress=False)
+
+
+def test_the_features_of_a_network_by_name_are_not_scaled():
+    with pytest.raises(ValueError, match=r"set model\.beta"):
+        starting_model(MetaTrainRecipe(("a",), LITE0, feature_scale=0.5))
 
 
 def test_backbone_is_validated_in_the_precision_of_the_recipe(folder, backbone):
