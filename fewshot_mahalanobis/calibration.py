@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ def _left_out(look: Look, labels: Tensor) -> Tensor:
 
 def check_settings(temperature: float | str, false_rejection_rate: float) -> None:
     """Raise ValueError unless :func:`calibrate` takes these settings."""
-    if temperature != "auto" and (isinstance(temperature, str) or not (temperature > 0 and math.isfinite(temperature))):
+    if temperature != "auto" and not (isinstance(temperature, Real) and 0 < temperature < math.inf):
         raise ValueError(f'temperature must be positive and finite, or "auto", got {temperature!r}')
-    if not 0 < false_rejection_rate < 1:
+    if not (isinstance(false_rejection_rate, Real) and 0 < false_rejection_rate < 1):
         raise ValueError(f"false_rejection_rate must lie between 0 and 1, got {false_rejection_rate!r}")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.calibration import Calibration, calibrate, check_settings
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
 from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
-from fewshot_mahalanobis.devices import check_precision, choose_device, choose_dtype, within_memory
+from fewshot_mahalanobis.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import AutoHead, Head, LinearHead, make_head
 from fewshot_mahalanobis.images import ImageBatches
@@ -121,6 +121,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     (3,)
     """
 
+    _fixed: dict[str, Any]
     classes_: NDArray[Any]
     class_counts_: NDArray[np.int64]
     n_features_out_: int
@@ -199,7 +200,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         )
         task = refined(model, task, images, steps=self.refine, batch_size=batches.batch_size, progress=self.verbose > 0)
         networks = [task] if self.unknown_label is None else with_unadapted(model, task, images, batches.batch_size)
-        self._set_state(networks, classes, device_=device, model_=model)
+        self._set_state(networks, classes, device_=device, model_=model, _fixed=self._fixed_by_fit())
         return self
 
     def partial_fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
@@ -477,7 +478,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         check_is_fitted(self)
         unknown = None if self.threshold_ is None else self._output_labels.tolist()[-1]
         return FittedState(
-            {**self.get_params(deep=False), "unknown_label": unknown},
+            {**self.get_params(deep=False), "head": self.task_.head, **self._fixed, "unknown_label": unknown},
             self.model_,
             self.task_.film,
             self.task_.support_features,
@@ -488,6 +489,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             *(network.support_features for network in self._networks[1:]),
         )
 
+    def _fixed_by_fit(self) -> dict[str, Any]:  # in effect until the next fit, whatever set_params says
+        names = ("adapt", "refine", "precision", *(["head"] if isinstance(self.head, str) else []))
+        return {name: getattr(self, name) for name in names}
+
     @classmethod
     def _restored(cls, state: FittedState) -> SimpleCNAPSClassifier:
         self, model = cls(**state.parameters), state.model
@@ -496,16 +501,17 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         dtype, features = choose_dtype(self.precision, model), (state.support_features, state.frozen_features)
         networks = restored(model, state.film, chosen, dtype, features, state.support_labels)
         networks[0].head = head  # which chooses anew when examples are added
-        self._set_state(networks, state.classes, state.calibration, device_=model.device, model_=model)
+        others = {"device_": model.device, "model_": model, "_fixed": self._fixed_by_fit()}
+        self._set_state(networks, state.classes, state.calibration, **others)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         # On the CPU, for machines without this device; the model and the FiLM parameters give back the folded network.
-        state = {name: _on_cpu(value) for name, value in super().__getstate__().items()}
+        state = {name: on_cpu(value) for name, value in super().__getstate__().items()}
         if "task_" in state:
             task = self.task_
             film = None if task.film is None else task.film.to(torch.device("cpu"))
-            head = None if task.head is self.model_.head else _on_cpu(task.head)
+            head = None if task.head is self.model_.head else on_cpu(task.head)
             features = [network.support_features.cpu() for network in self._networks]
             state["task_"] = film, head, features, task.support_labels.cpu()
             del state["_networks"]
@@ -523,7 +529,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             self.device_, model = device, self.model_.to(device)
             film = None if film is None else film.to(device)
             head = model.head if head is None else head.to(device)
-            dtype = choose_dtype(self.precision, model)
+            dtype = choose_dtype(self._fixed["precision"], model)
             self._networks = restored(model, film, head, dtype, features, labels)
             self.task_ = self._networks[0]
 
@@ -542,9 +548,3 @@ def _head(head: str | nn.Module, model: SimpleCNAPS) -> Head:
     settings = [model.config[name] for name in ("beta", "task_covariance", "one_shot_covariance")]
     made = make_head(head, covariance=RegularizedCovariance(*settings), scale=model.config["scale"])
     return made.to(model.device)
-
-
-def _on_cpu(value: Any) -> Any:
-    """A module as it is if it is on the CPU, else a copy there; anything else as it is."""
-    elsewhere = isinstance(value, nn.Module) and any(p.device.type != "cpu" for p in value.parameters())
-    return copy.deepcopy(value).cpu() if elsewhere else value

@@ -59,6 +59,11 @@ def main(
     ] = False,
 ) -> None:
     """Run before every command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names and labels need not be valid text, nor fit a terminal
+        if sys.stdout.isatty():
+            sys.stdout.reconfigure(errors="backslashreplace")
+        else:  # what `fit` reads; bytes of a name that is no text stay as they are
+            sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
 
 
 @app.command()
@@ -83,7 +88,8 @@ def fit(
     support: Annotated[
         Path,
         typer.Argument(
-            help="Folder with a sub-folder of images for each class, or a CSV file with columns path,label."
+            help="Folder with a sub-folder of images for each class, or a CSV file (.csv, .tsv, .txt) with columns "
+            "path,label."
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write the fitted classifier to.")],
@@ -113,7 +119,7 @@ def fit(
 ) -> None:
     """Fit a classifier on a few images of each class and save it.
 
-    Paths in a CSV file are relative to the folder that it is in.
+    Paths in a table are relative to the folder that it is in.
 
     For example:
 
@@ -186,8 +192,6 @@ def predict(
             raise ValueError(f"--top-k {top_k} is more than the {len(classes)} classes of {model}")
         wanted = proba or top_k > 0
         predictions, skipped = predict_files(classifier, paths, probabilities=wanted, skip_errors=skip_errors)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a file name need not be valid text: write its bytes unchanged
-        sys.stdout.reconfigure(errors="surrogateescape")
     if as_csv:
         write_csv(sys.stdout, predictions, classes if proba else [], top_k)
     else:
@@ -196,11 +200,11 @@ def predict(
 
 
 def _labelled_files(support: Path) -> tuple[list[Path], list[str]]:
-    """Image files and labels of a folder with a sub-folder per class, or of a CSV file."""
+    """Image files and labels of a folder with a sub-folder per class, or of a table."""
     from fewshot_mahalanobis.folders import find_class_images
     from fewshot_mahalanobis.label_tables import read_labels
 
-    if support.suffix.lower() == ".csv":
+    if support.suffix.lower() in (".csv", ".tsv", ".txt") and not support.is_dir():
         return read_labels(support)
     found = find_class_images(support)
     if note := found.note():
@@ -271,7 +275,7 @@ def unsort(output: Annotated[Path, typer.Argument(help="Folder that `sort` made,
     with clear_errors():
         kept = undo_sorting(output)
     for path in kept:
-        typer.echo(f"kept {path}: it or its original was changed or moved")
+        typer.echo(f"kept {path}: it or its original was changed, moved or deleted")
     typer.echo(f"{output}: undone" + (f" but for {number_of(len(kept), 'file')}" if kept else ""))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.efficientnet import LITE0
@@ -61,6 +63,12 @@ def native_bfloat16(device: torch.device) -> bool:
     # Older versions of torch have these functions instead, some of them only one.
     questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, question, lambda: False)() for question in questions)
+
+
+def on_cpu(value: Any) -> Any:
+    """A module as it is if it is on the CPU, else a copy there; anything else as it is."""
+    elsewhere = isinstance(value, nn.Module) and any(p.device.type != "cpu" for p in value.parameters())
+    return copy.deepcopy(value).cpu() if elsewhere else value
 
 
 def within_memory(compute: Callable[[int], Result], batch_size: int) -> tuple[Result, int]:

@@ -35,6 +35,8 @@ def atomic_replace(path: str | os.PathLike[str]) -> Iterator[Path]:
         The folder of ``path`` does not exist or cannot be written to.
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
     with tempfile.TemporaryDirectory(prefix=_prefix(path), dir=path.parent) as folder:
         temporary = Path(folder) / path.name
         yield temporary

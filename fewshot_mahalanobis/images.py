@@ -153,6 +153,8 @@ class ImageBatches:
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
+        if n_jobs is not None and not isinstance(n_jobs, int | np.integer):
+            raise ValueError(f"n_jobs must be a whole number or None, got {n_jobs!r}")
         self._images = _checked(images)
         self.n_images = len(self._images)
         self.size = size

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def read_labels(file: Path) -> tuple[list[Path], list[str]]:
     """Paths and labels of a CSV file with columns "path" and "label", which are separated by comma, semicolon or tab.
 
-    Relative paths are relative to the folder of the CSV file. FileNotFoundError if there is none; ValueError if it is
-    no such table, a row lacks its path or label, or none of the files exists.
+    Relative paths are relative to the folder of the CSV file; white space around a cell is dropped. FileNotFoundError
+    if there is no file; ValueError if it is no such table, a row lacks its path or label, or none of the images exists.
     """
     try:
         text = file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark
@@ -25,14 +25,16 @@ def read_labels(file: Path) -> tuple[list[Path], list[str]]:
         raise ValueError(f'{file} is not in UTF-8: save it as "CSV UTF-8"') from error
     separator = max(",;\t", key=text.partition("\n")[0].count)
     table = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
-    if missing := {"path", "label"} - {*(table.fieldnames or ())}:
+    table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+    if missing := {"path", "label"} - {*table.fieldnames}:
         raise ValueError(f"{file} has no column {min(missing)!r}: its first line must name path and label")
     paths, labels = [], []
     for row in table:
-        if not row["path"] or not row["label"]:
+        path, label = ((row[name] or "").strip() for name in ("path", "label"))
+        if not path or not label:
             raise ValueError(f"line {table.line_num} of {file} lacks a path or a label")
-        paths.append(file.parent / row["path"])
-        labels.append(row["label"])
+        paths.append(file.parent / path)
+        labels.append(label)
     if not paths:
         raise ValueError(f"{file} lists no image")
     if not any(path.exists() for path in paths):

@@ -186,6 +186,7 @@ def save_classifier(state: FittedState, path: str | os.PathLike[str]) -> None:
         calibration=FittedCalibration(*state.calibration),
         means=state.means,
     )
+    _calibration(header)  # the checks of reading: a setting that cannot be read is not written
     metadata = {"format": FORMAT, "classifier": json.dumps(msgspec.to_builtins(header))}
     with atomic_replace(path) as temporary:
         try:

@@ -555,6 +555,10 @@ def test_a_failed_fit_leaves_the_fitted_state(
         ({"device": "abacus"}, "device 'abacus' cannot be used here"),
         ({"batch_size": 0}, "batch_size must be a positive integer"),
         ({"n_jobs": 0}, "n_jobs"),
+        ({"n_jobs": "2"}, "n_jobs must be a whole number or None, got '2'"),
+        ({"temperature": None}, "temperature must be positive and finite, .* got None"),
+        ({"temperature": float("nan")}, "temperature must be positive and finite, .* got nan"),
+        ({"false_rejection_rate": "5%"}, "false_rejection_rate must lie between 0 and 1, got '5%'"),
     ],
 )
 def test_constructor_arguments_that_mean_nothing_are_refused_by_fit(

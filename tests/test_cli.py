@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -111,17 +112,18 @@ def test_what_predict_writes_is_a_table_that_fit_reads(checkpoint, photos, model
     assert "2 classes (blue 3, red 3)" in said
 
 
-@pytest.mark.parametrize("separator", [";", "\t"])
-def test_a_csv_may_have_semicolons_or_tabs_and_be_given_from_elsewhere(
-    separator, checkpoint, photos, model, tmp_path, monkeypatch
+@pytest.mark.parametrize(("separator", "name"), [(";", "a.csv"), ("\t", "a.csv"), ("\t", "a.TSV"), (" , ", "a.txt")])
+def test_a_table_may_have_other_separators_and_spaces_and_be_given_from_elsewhere(
+    separator, name, checkpoint, photos, model, tmp_path, monkeypatch
 ):
     lines = [f"{path.parent.name}{separator}{path.relative_to(photos)}" for path in sorted(photos.glob("*/*.png"))]
-    (photos / "labels.csv").write_text("\r\n".join([f"label{separator}path", *lines]))
+    lines[0] = f" {lines[0]} "
+    (photos / name).write_text("\r\n".join([f"label{separator}path", *lines]))
     monkeypatch.chdir(tmp_path)
     try:
-        run("fit", photos / "labels.csv", "-o", "m", "--checkpoint", checkpoint, "--device", "cpu")
+        run("fit", photos / name, "-o", "m", "--checkpoint", checkpoint, "--device", "cpu")
     finally:
-        (photos / "labels.csv").unlink()
+        (photos / name).unlink()
     assert run("predict", "m", photos, "--proba") == run("predict", model, photos, "--proba")
 
 
@@ -274,6 +276,23 @@ def test_images_are_sorted_into_folders_and_back(photos, model, tmp_path):
     assert not (tmp_path / "sorted").exists()
     assert len(list(photos.glob("*/*.png"))) == 9
     assert "nothing was sorted" in run("unsort", photos, status=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names that are no text")
+def test_names_that_standard_output_cannot_encode_are_written(photos, checkpoint, tmp_path):
+    for folder, name in (("red", b"caf\xe9"), ("blue", "\u9ce5".encode())):
+        shutil.copytree(photos / folder, tmp_path / "photos" / os.fsdecode(name))
+
+    def written(*arguments: object) -> bytes:
+        command = [sys.executable, "-m", "fewshot_mahalanobis", *map(str, arguments)]
+        environment = {**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
+        done = subprocess.run(command, capture_output=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    settings = ("--checkpoint", checkpoint, "--device", "cpu")
+    assert b"caf\xe9 3, \xe9\xb3\xa5 3" in written("fit", tmp_path / "photos", "-o", tmp_path / "m", *settings)
+    assert b"/caf\xe9/0.png,caf\xe9" in written("predict", tmp_path / "m", tmp_path / "photos")
 
 
 def test_a_report_names_the_image_with_the_wrong_label(photos, checkpoint, tmp_path):

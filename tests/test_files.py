@@ -31,6 +31,14 @@ def test_error_in_the_block_leaves_the_old_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_the_folder_that_is_missing_is_named(tmp_path):
+    with (
+        pytest.raises(FileNotFoundError, match=r"cannot write .*a\.txt: there is no folder .*missing$"),
+        atomic_replace(tmp_path / "missing" / "a.txt"),
+    ):
+        pass
+
+
 def test_folder_can_be_written_too(tmp_path):
     with atomic_replace(tmp_path / "folder") as temporary:
         temporary.mkdir()

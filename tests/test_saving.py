@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,38 @@ def test_saved_labels_keep_their_type(dtype: Any, model: SimpleCNAPS, support: P
     loaded = SimpleCNAPSClassifier.load(tmp_path / "a")
     assert loaded.classes_.dtype == classifier.classes_.dtype == dtype
     assert loaded.classes_.tolist() == classifier.classes_.tolist() == sorted(set(labels.tolist()))
+
+
+@pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="NumPy 1")
+def test_labels_of_numpys_variable_strings_are_saved_as_strings(
+    model: SimpleCNAPS, support: Pictures, tmp_path: Path
+) -> None:
+    labels = np.array(SUPPORT_LABELS, dtype=np.dtypes.StringDType())
+    SimpleCNAPSClassifier(model, adapt=False).fit(support, labels).save(tmp_path / "a")
+    assert SimpleCNAPSClassifier.load(tmp_path / "a").classes_.tolist() == sorted(set(SUPPORT_LABELS))
+
+
+@pytest.mark.parametrize("head", ["auto", MahalanobisHead(RegularizedCovariance(2.0))])
+@pytest.mark.parametrize(
+    "changed", [{"head": "cosine"}, {"head": "cosinus"}, {"precision": "bfloat16", "adapt": False}]
+)
+def test_what_was_fitted_is_saved_and_not_what_was_set_after(
+    head: Any, changed: dict[str, Any], model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
+) -> None:
+    classifier = SimpleCNAPSClassifier(model, head=head, precision="float32").fit(support, SUPPORT_LABELS)
+    before = classifier.decision_function(queries)
+    classifier.set_params(**changed).save(tmp_path / "a")
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "a", device="cpu")
+    assert (loaded.decision_function(queries) == before).all()
+    assert (loaded.precision, loaded.adapt) == ("float32", True)
+    assert (pickle.loads(pickle.dumps(classifier)).decision_function(queries) == before).all()
+
+
+def test_a_setting_that_could_not_be_read_is_not_written(model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
+    classifier = SimpleCNAPSClassifier(model).fit(support, SUPPORT_LABELS).set_params(temperature=-1.0)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        classifier.save(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_are_stored_as_float16_only_where_nothing_is_lost(

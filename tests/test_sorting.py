@@ -101,7 +101,53 @@ def test_a_second_run_adds_new_files_only(classifier: SimpleCNAPSClassifier, fil
 
 
 @pytest.mark.parametrize("link", [False, True])
-@pytest.mark.parametrize("when", ["before", "half", "after"])
+def test_what_the_user_moved_is_not_sorted_again_and_stays_in_the_table(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, link: bool
+) -> None:
+    output = tmp_path / "sorted"
+    rows, _ = sort_files(classifier, files, output, link=link, min_probability=0)
+    last = output / rows[-1].sorted_as  # where an interrupted run would have stopped
+    last.rename(output / "moved by hand.png")
+    assert sort_files(classifier, files, output, link=link) == ([], {})
+    assert not last.exists()
+    assert undo_sorting(output) == [last]
+    assert list(contents(output)) == ["moved by hand.png"]
+    assert (output / TABLE).is_file()
+
+
+def test_an_image_is_sorted_once_however_it_is_named(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path / "photos")
+    output = Path("..") / "photos" / "sorted"
+    given = [*files, Path("a", files[0].name), Path("..", "photos", "b", files[1].name)]
+    rows, _ = sort_files(classifier, given, output, min_probability=0)
+    assert sorted(row.path for row in rows) == sorted(map(str, files))
+    copies = [path for path in Path().rglob("*.png") if path.parts[0] == "sorted"]
+    assert len(copies) == len(files)
+    assert sort_files(classifier, [*files, *copies], output) == ([], {})
+
+
+def test_sorting_a_folder_into_itself_is_refused(classifier: SimpleCNAPSClassifier, files: list[Path]) -> None:
+    photos = files[0].parent.parent
+    with pytest.raises(ValueError, match=r"sort into another folder, such as .*sorted"):
+        sort_files(classifier, files, photos)
+    assert not (photos / TABLE).exists()
+    assert sort_files(classifier, [], photos) == ([], {})
+
+
+@pytest.mark.parametrize("name", ["a\u2028b.png", "a\u0085b.png", 'a,"b\n.png'])
+def test_any_file_name_can_be_read_from_the_table(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, name: str
+) -> None:
+    odd = files[0].rename(tmp_path / name)
+    sort_files(classifier, [odd], tmp_path / "sorted")
+    assert sort_files(classifier, [odd], tmp_path / "sorted") == ([], {})
+    assert undo_sorting(tmp_path / "sorted") == []
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("when", ["in the line", "before", "half", "after"])
 def test_an_interrupted_run_goes_on_where_it_stopped(
     classifier: SimpleCNAPSClassifier,
     files: list[Path],
@@ -131,8 +177,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
         patch.setattr(sorting, "_put", killed)
         with pytest.raises(KeyboardInterrupt):
             sort_files(classifier, files, output, link=link, min_probability=0)
-    with (output / TABLE).open("a") as table:
-        table.write("half a li")
+    if when == "in the line":
+        (output / TABLE).write_bytes((output / TABLE).read_bytes()[:-6])
     sort_files(classifier, files, output, link=link, min_probability=0)
     assert contents(output) == contents(whole)
     assert (output / TABLE).read_text() == (whole / TABLE).read_text()
@@ -175,9 +221,30 @@ def test_undo_keeps_what_was_changed_or_has_lost_its_original(
     files[1].unlink()
     (output / rows[2].sorted_as).unlink()
     kept = undo_sorting(output)
-    assert kept == [output / rows[0].sorted_as, output / rows[1].sorted_as]
+    assert kept == [output / row.sorted_as for row in rows[:3]]
     assert len(contents(output)) == 2
     assert undo_sorting(output) == kept  # the table still has them
+
+
+def test_an_interrupted_undo_goes_on_where_it_stopped(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "sorted"
+    rows, _ = sort_files(classifier, files, output, min_probability=0)
+    compare = sorting._is_ours
+
+    def interrupted(target: Path, source: Path) -> bool:
+        if source == files[3]:
+            raise KeyboardInterrupt
+        return compare(target, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sorting, "_is_ours", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            undo_sorting(output)
+    assert len(contents(output)) == len(rows) - 3
+    assert undo_sorting(output) == []
+    assert not output.exists()
 
 
 def test_what_cannot_be_sorted_is_said_before_anything_is_written(

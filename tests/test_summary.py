@@ -85,6 +85,16 @@ def test_two_copies_are_one_suspect_and_an_odd_image_another(tiny_task: AdaptedT
     assert "image 20 (owl): unlike the other images of its class" in text
 
 
+@pytest.mark.parametrize("copied", [8, 12])
+def test_copies_are_found_though_most_images_have_two(tiny_task: AdaptedTask, copied: int) -> None:
+    features, labels = clusters([6, 6])
+    again = torch.arange(12)[:copied].repeat(2)
+    rounded = features[again] * (1 + 1e-6)  # as in a batch of another size
+    task = tiny_task.refit(torch.cat([features, rounded]), torch.cat([labels, labels[again]]))
+    suspects = [s for s in summarise(task, CLASSES[:2]).suspects if s.kind == "near-duplicate"]
+    assert {s.index for s in suspects} | {s.twin for s in suspects} == {*range(copied), *range(12, 12 + 2 * copied)}
+
+
 def test_a_long_list_is_cut_in_the_text_alone(tiny_task: AdaptedTask) -> None:
     features, labels = clusters([30, 30])
     features[30:45] = features[:15]

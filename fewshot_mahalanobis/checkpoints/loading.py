@@ -51,7 +51,7 @@ def load_checkpoint(name_or_path: str | os.PathLike[str]) -> SimpleCNAPS:
     record = CHECKPOINTS.get(name_or_path)
     if record is not None:
         return _read_embedded(record.name) if record.embedded else load_published(record, SimpleCNAPS)
-    if _looks_like_path(name_or_path) or os.path.isdir(name_or_path):  # noqa: PTH112
+    if _looks_like_path(name_or_path) or os.path.exists(name_or_path):  # noqa: PTH110
         return _read_local(Path(name_or_path))
     repository = hub_name(name_or_path)
     if repository is not None:
@@ -72,7 +72,10 @@ def _read_local(path: Path) -> SimpleCNAPS:
     path = path.expanduser()
     # os.path says no, where pathlib would raise, to a name that no file can have.
     if os.path.isfile(path):  # noqa: PTH113
-        raise CheckpointError(f"{path}: is a file; give the folder that holds config.json and model.safetensors")
+        raise CheckpointError(
+            f"{path}: is a file; give the folder that holds config.json and model.safetensors. A saved classifier is "
+            "read by its class: SimpleCNAPSClassifier.load"
+        )
     if not os.path.isdir(path):  # noqa: PTH112
         raise CheckpointError(f"{path}: no such folder")
     return read_checkpoint(path, SimpleCNAPS)

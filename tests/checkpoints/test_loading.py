@@ -12,6 +12,13 @@ from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS, DEFAULT
 
 
+def test_a_saved_classifier_is_told_from_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "birds.st").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"birds\.st: is a file.*SimpleCNAPSClassifier\.load"):
+        load_checkpoint("birds.st")
+
+
 def test_table_lists_the_default_first_and_digests_of_all_published_files():
     records = available_checkpoints()
     assert next(iter(records)) == "default"
