@@ -98,7 +98,7 @@ def test_saved_labels_keep_their_type(dtype: Any, model: SimpleCNAPS, support: P
     assert loaded.classes_.tolist() == classifier.classes_.tolist() == sorted(set(labels.tolist()))
 
 
-@pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="NumPy 1")
+@pytest.mark.skipif(not hasattr(getattr(np, "dtypes", None), "StringDType"), reason="NumPy 1")
 def test_labels_of_numpys_variable_strings_are_saved_as_strings(
     model: SimpleCNAPS, support: Pictures, tmp_path: Path
 ) -> None:
