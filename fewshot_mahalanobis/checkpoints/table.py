@@ -28,12 +28,6 @@ class CheckpointRecord:
     ----------
     name : str
         The argument of :func:`~fewshot_mahalanobis.load_checkpoint` and ``SimpleCNAPSClassifier``.
-    url : str or None
-        Where it is downloaded from when first used; None for a checkpoint embedded in the package.
-    revision : str or None
-        Commit of the repository at ``url``.
-    blob_id : str or None
-        Digest of the file at ``url``, as git computes it: SHA-1 of a header with its size and of its bytes.
     size : int or None
         Bytes of the weights alone; a published file is larger. None if not measured.
     licence : str
@@ -41,6 +35,12 @@ class CheckpointRecord:
     image_size : int
         Side of the images it was trained on, in pixels.
     trained_on : str
+    url : str or None
+        Where it is downloaded from when first used; None for a checkpoint embedded in the package.
+    revision : str or None
+        Commit of the repository at ``url``.
+    blob_id : str or None
+        Digest of the file at ``url``, as git computes it: SHA-1 of a header with its size and of its bytes.
     settings : mapping
         Arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS` that the conversion sets.
     accuracies : mapping of str to (float, float)
@@ -49,13 +49,13 @@ class CheckpointRecord:
     """
 
     name: str
-    url: str | None
-    revision: str | None
-    blob_id: str | None
     size: int | None
     licence: str
     image_size: int
     trained_on: str
+    url: str | None = None
+    revision: str | None = None
+    blob_id: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     accuracies: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False, repr=False)
 
@@ -113,9 +113,6 @@ _META_DATASET = "Meta-Dataset: the training classes of ILSVRC-2012 and seven oth
 _RECORDS = (
     CheckpointRecord(
         name="resnet18",
-        url=None,
-        revision=None,
-        blob_id=None,
         size=39_706_240,
         licence="MIT; trained in part on ImageNet images, whose terms are non-commercial research",
         image_size=84,
@@ -128,9 +125,6 @@ _RECORDS = (
     ),
     CheckpointRecord(
         name="efficientnet-lite0",
-        url=None,
-        revision=None,
-        blob_id=None,
         size=3_450_408,
         licence="MIT; EfficientNet-Lite0 (a dependency) Apache 2.0; both trained on ImageNet images",
         image_size=160,

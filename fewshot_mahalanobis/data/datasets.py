@@ -258,25 +258,18 @@ _DATA_SETS = (
         "Run `fewshot-mahalanobis data download mnist ROOT`.",
         "MNIST",
     ),
-    DataSet(
-        "cifar10",
-        "CIFAR10",
-        _places(".", contents="cifar-10-batches-py/test_batch"),
-        {"test": (10, 10_000)},
-        partial(layouts.torchvision_test_set, "CIFAR10"),
-        "Run `fewshot-mahalanobis data download cifar10 ROOT`, or unpack cifar-10-python.tar.gz of "
-        "https://www.cs.toronto.edu/~kriz/cifar.html.",
-        "CIFAR10",
-    ),
-    DataSet(
-        "cifar100",
-        "CIFAR100",
-        _places(".", contents="cifar-100-python/test"),
-        {"test": (100, 10_000)},
-        partial(layouts.torchvision_test_set, "CIFAR100"),
-        "Run `fewshot-mahalanobis data download cifar100 ROOT`, or unpack cifar-100-python.tar.gz of "
-        "https://www.cs.toronto.edu/~kriz/cifar.html.",
-        "CIFAR100",
+    *(
+        DataSet(
+            f"cifar{classes}",
+            f"CIFAR{classes}",
+            _places(".", contents=file),
+            {"test": (classes, 10_000)},
+            partial(layouts.torchvision_test_set, f"CIFAR{classes}"),
+            f"Run `fewshot-mahalanobis data download cifar{classes} ROOT`, or unpack cifar-{classes}-python.tar.gz of "
+            "https://www.cs.toronto.edu/~kriz/cifar.html.",
+            f"CIFAR{classes}",
+        )
+        for classes, file in ((10, "cifar-10-batches-py/test_batch"), (100, "cifar-100-python/test"))
     ),
     DataSet(
         "mini_imagenet",

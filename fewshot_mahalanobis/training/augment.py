@@ -60,6 +60,18 @@ def random_turns(images: Tensor, share: float, generator: torch.Generator) -> tu
     return torch.stack(rotated), quarters
 
 
+def to_other_domains(images: Tensor, share: float, grey: bool, generator: torch.Generator) -> Tensor:
+    """Enlarge a ``share`` of the images (n, c, s, s) from 16 to 56 pixels; invert as many drawings (``grey``)."""
+    sides = torch.exp(uniform((len(images),), math.log(16), math.log(56), generator)).round().int()
+    coarse = torch.rand(len(images), generator=generator) < share
+    inverted = torch.rand(len(images), generator=generator) < (share if grey else 0.0)
+    out = torch.where(inverted[:, None, None, None], -images, images)  # values are in [-1, 1]
+    for i in coarse.nonzero()[:, 0].tolist():
+        small = F.interpolate(out[i, None], (int(sides[i]),) * 2, mode="bilinear", antialias=True)
+        out[i] = F.interpolate(small, images.shape[2:], mode="bilinear", antialias=True)[0]
+    return out
+
+
 def is_grey(source: ImageSource) -> bool:
     """Whether the three channels are equal in a sample of the source's images."""
     sample = source.images[:: max(1, len(source.images) // 64)]

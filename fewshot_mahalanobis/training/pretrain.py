@@ -29,10 +29,12 @@ from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.training.augment import (
+    is_grey,
     random_brightness_contrast,
     random_flips,
     random_resized_crops,
     random_turns,
+    to_other_domains,
 )
 from fewshot_mahalanobis.training.recipes import PretrainRecipe
 from fewshot_mahalanobis.training.run import (
@@ -63,6 +65,7 @@ class TrainingImages(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __init__(self, sources: Sequence[ImageSource], recipe: PretrainRecipe) -> None:
         self.recipe = recipe
         self.images = [source.images for source in sources]
+        self.grey = [recipe.other_domains > 0 and is_grey(source) for source in sources]
         self.class_names = sorted({name for source in sources for name in source.class_names})
         # Classes of the same name are one class: subsets of ImageNet share WordNet ids.
         index = {name: i for i, name in enumerate(self.class_names)}
@@ -94,6 +97,8 @@ class TrainingImages(Dataset[tuple[Tensor, Tensor, Tensor]]):
         image = to_network_range(random_flips(crop, generator))
         if recipe.colour_jitter:
             image = random_brightness_contrast(image, recipe.colour_jitter, generator)
+        if recipe.other_domains:
+            image = to_other_domains(image, recipe.other_domains, self.grey[source], generator)
         image, turns = random_turns(image, recipe.rotation, generator)
         return image[0], self.labels[chosen], turns[0]
 

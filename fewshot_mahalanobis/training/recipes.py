@@ -62,7 +62,7 @@ class PretrainRecipe(_Checked):
         Divided between the processes of a run.
     peak_lr, warmup, momentum, weight_decay, label_smoothing : float
         SGD with Nesterov momentum; the learning rate rises during the share ``warmup`` of training, then falls to zero.
-    min_crop_area, colour_jitter : float
+    min_crop_area, colour_jitter, other_domains : float
         Augmentation, see :mod:`~fewshot_mahalanobis.training.augment`.
     rotation : float
         Share of images that are rotated by one to three quarter turns. If positive, the network also learns to predict
@@ -100,6 +100,7 @@ class PretrainRecipe(_Checked):
     label_smoothing: Share = 0.1
     min_crop_area: Share = 0.35
     colour_jitter: NotNegative = 0.3
+    other_domains: Share = 0.0
     rotation: Share = 0.0
     dense: bool = False
     teacher: str | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from fewshot_mahalanobis.checkpoints.format import read_tensors
 from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.devices import choose_device
 from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 
@@ -27,7 +28,7 @@ GLYPHS = "glyphs"
 
 
 def start_processes(device: str) -> Accelerator:
-    """Accelerate's view of this process: its device, and its rank among those that ``accelerate launch`` started.
+    """Accelerate's view of this process: its device, and its rank among those that a launcher started.
 
     ``device`` is "auto" (a GPU where there is one) or "cpu", else ValueError. ImportError if Accelerate is not
     installed.
@@ -42,8 +43,8 @@ def start_processes(device: str) -> Accelerator:
             from accelerate import Accelerator
     except ImportError as error:
         raise ImportError(f'training needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
-    # The recipe sets the precision, not the launcher.
-    return Accelerator(cpu=device == "cpu", mixed_precision="no")
+    # Without "cpu" each process would train alone. The recipe sets the precision, not the launcher.
+    return Accelerator(cpu=choose_device(device).type == "cpu", mixed_precision="no")
 
 
 def shared_out(total: int, name: str, accelerator: Accelerator) -> int:

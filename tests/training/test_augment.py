@@ -6,6 +6,7 @@ from fewshot_mahalanobis.training.augment import (
     random_flips,
     random_resized_crops,
     random_turns,
+    to_other_domains,
 )
 
 
@@ -81,3 +82,22 @@ def test_turns_are_told_and_take_their_share_of_the_images():
     still, none = random_turns(images, 0.0, generator())
     assert torch.equal(still, images)
     assert not none.any()
+
+
+def test_a_share_of_the_images_loses_detail_and_drawings_are_inverted():
+    images = to_network_range(noise(1000, 64)).permute(0, 3, 1, 2)
+    moved = to_other_domains(images, 0.3, grey=True, generator=generator())
+    same, inverted = ((moved == sign * images).flatten(1).all(1) for sign in (1, -1))
+    coarse = ~(same | inverted)
+    # Neighbours in noise differ; enlarged from 56 pixels or fewer, they are alike.
+    detail = (moved[..., 1:] - moved[..., :-1]).square().mean((1, 2, 3))
+    assert detail[coarse].max() < 0.7 * detail[~coarse].min()
+    for count, share in ((int(same.sum()), 0.49), (int(inverted.sum()), 0.21), (int(coarse.sum()), 0.3)):
+        assert abs(count - 1000 * share) < 4 * (1000 * share * (1 - share)) ** 0.5
+    correlation = (moved * images).mean((1, 2, 3))
+    assert abs(int((correlation[coarse] < 0).sum()) - 90) < 4 * (90 * 0.91) ** 0.5  # inverted as well
+    photographs = to_other_domains(images, 0.3, grey=False, generator=generator())
+    assert torch.equal(
+        photographs, torch.where(((moved * images).mean((1, 2, 3)) < 0)[:, None, None, None], -moved, moved)
+    )
+    assert torch.equal(images, to_network_range(noise(1000, 64)).permute(0, 3, 1, 2))

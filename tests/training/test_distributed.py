@@ -41,7 +41,7 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launcher += ["--main_process_port", str(free_port()), "-m", "fewshot_mahalanobis"]
-    command = ["meta-train", "--config", str(tmp_path / "recipe.toml"), "-o", str(tmp_path / "two"), "--device", "cpu"]
+    command = ["meta-train", "--config", str(tmp_path / "recipe.toml"), "-o", str(tmp_path / "two")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
     result = subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment, timeout=600)
