@@ -293,7 +293,8 @@ def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tens
     if not torch.isfinite(stored).all():
         raise CheckpointError(f"the weight {name!r} does not fit into {stored.dtype}: save it with dtype=torch.float32")
     if dtype == torch.int8:
-        scale = (stored.flatten(1).abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        mantissa, exponent = torch.frexp((stored.flatten(1).abs().amax(1) / 127).clamp_min(2**-21))
+        scale = torch.ldexp((16 * mantissa).ceil(), exponent - 4)  # of 4 bits: float16 holds its products with int8
         return {name: (stored / _per_channel(scale, stored)).round_().to(dtype).contiguous(), name + _SCALE: scale}
     return {name: stored.contiguous()}
 

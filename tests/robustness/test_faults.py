@@ -436,7 +436,7 @@ def test_queries_that_do_not_fit_into_cuda_memory_are_halved_with_one_warning() 
         network.batches.clear()
         with pytest.warns(UserWarning, match="does not hold a batch of 16 images: continuing with 4") as caught:
             result = getattr(classifier, method)(queries)
-        assert len(caught) == 1
+        assert sum("does not hold" in str(w.message) for w in caught) == 1
         assert network.batches == [4] * 12 + [2]
         if method == "predict":
             assert (result == answer).all()
@@ -451,7 +451,7 @@ def test_a_support_set_that_does_not_fit_into_cuda_memory_is_halved_with_one_war
     classifier = SimpleCNAPSClassifier(model, batch_size=8)
     with pytest.warns(UserWarning, match="continuing with 2") as caught:
         classifier.fit(support, LABELS)
-    assert len(caught) == 1
+    assert sum("continuing with" in str(w.message) for w in caught) == 1
     assert classifier.batch_size == 8
     with pytest.warns(UserWarning, match="continuing with"):
         np.testing.assert_allclose(classifier.decision_function(queries), expected, rtol=1e-5)
