@@ -106,8 +106,11 @@ def test_a_rate_too_fine_for_the_examples_is_warned_of() -> None:
 def test_the_warning_points_at_the_line_that_called_fit() -> None:
     X, y, _ = gaussian_task(np.random.default_rng(0), way=2)
     images = SimpleCNAPSClassifier(tiny_model(), device="cpu", unknown_label="none")
-    for classifier, examples, labels in ((MahalanobisClassifier(unknown_label=-1), X, y), (images, pictures(8, 1), LABELS)):
-        with pytest.warns(UserWarning) as caught:
+    for classifier, examples, labels in (
+        (MahalanobisClassifier(unknown_label=-1), X, y),
+        (images, pictures(8, 1), LABELS),
+    ):
+        with pytest.warns(UserWarning, match="cannot guarantee") as caught:
             classifier.fit(examples, labels)
         # Garbage of earlier tests may be collected meanwhile, and warn of itself.
         assert [w.filename for w in caught if "cannot guarantee" in str(w.message)] == [__file__]

@@ -48,7 +48,7 @@ _META_DATASET = tuple(_DATA_SETS)[:8]
 _OF_OURS = ("mini_imagenet", "tiny_imagenet", "omniglot", "cub200_2010", "quickdraw345", "dtd10")
 #: Named checkpoint -> the data sets it was trained on (their training classes).
 IN_DOMAIN: dict[str, tuple[str, ...]] = {
-    "resnet18": _OF_OURS,
+    "resnet18": ("ilsvrc_2012", *_OF_OURS),
     "efficientnet-lite0": ("ilsvrc_2012", *_OF_OURS),
     "simple-cnaps-meta-dataset": _META_DATASET,
     "simple-ar-cnaps-meta-dataset": _META_DATASET,
