@@ -28,7 +28,7 @@ train maml 2.4e-4
 fewshot-mahalanobis evaluate --protocol variable --episodes "${2:-600}" -o runs/methods/table.json \
     mini_imagenet_test.zip omniglot.zip:test cub200_2010.zip:test quickdraw345.zip:test dtd10.zip:test \
     gtsrb.zip:test mnist.zip:test cifar10.zip:test cifar100_test.zip fashion_mnist.zip:test \
-    --checkpoint resnet18 --head mahalanobis --precision bfloat16 \
+    --checkpoint runs/second_edition --head mahalanobis --precision bfloat16 \
     --method knn --method finetune --method matchingnet --method protonet --method tpn \
     --method runs/methods/maml/best --method runs/methods/relationnet/best --method runs/methods/matchingnet/best \
     --method runs/methods/protonet/best --method runs/methods/protomaml/best \
