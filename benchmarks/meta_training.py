@@ -31,9 +31,9 @@ QUICK = (3, 2, 2, 32)
 LITE = 40
 LOOPS = {
     "plain eager loop": "plain",
-    "`meta-train`": "bfloat16",
+    "`meta-train --precision bfloat16`": "bfloat16",
     "`meta-train --precision float32`": "float32",
-    f"`meta-train --set lite={LITE}`": "lite",
+    f"`meta-train --precision bfloat16 --set lite={LITE}`": "lite",
 }
 #: Classes and typical images a class of the training splits of Meta-Dataset's eight training sets, about.
 TRAINING_SETS = {
@@ -102,7 +102,7 @@ def _logits(loop: str, model: SimpleCNAPS) -> Callable[..., Tensor]:
     network = TaskLogits(model.to(memory_format=torch.channels_last), LITE if loop == "lite" else None)
 
     def logits(*episode: Tensor) -> Tensor:
-        with autocast(model.device, "float32" if loop == "float32" else "bfloat16"):
+        with autocast(model.device, torch.float32 if loop == "float32" else torch.bfloat16):
             return network(*episode)
 
     return logits
@@ -158,7 +158,10 @@ def _cost(support: int, query: int, size: int) -> tuple[float, float]:
     images = torch.rand(support + query, 3, size, size).contiguous(memory_format=torch.channels_last)
     labels = torch.arange(support) % 2
     with FlopCounterMode(display=False) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(model.device, "bfloat16"):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            autocast(model.device, torch.bfloat16),
+        ):
             logits = model(images[:support], labels, images[support:])
         F.cross_entropy(logits, labels.new_zeros(query)).backward()
     return counter.get_total_flops(), sum(held.values())

@@ -24,6 +24,7 @@ SkipErrors = Annotated[
 class Precision(str, Enum):
     """Precision of the convolutions."""
 
+    auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
 

@@ -27,7 +27,11 @@ Assignments = Annotated[
 ]
 Root = Annotated[str | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT.")]
 TrainingPrecision = Annotated[
-    Precision | None, typer.Option(help="Precision of the convolutions.", show_default=PretrainRecipe.precision)
+    Precision | None,
+    typer.Option(
+        help="Precision of the convolutions; auto: bfloat16 where it is native, else float32.",
+        show_default=PretrainRecipe.precision,
+    ),
 ]
 TrainingSeed = Annotated[int | None, typer.Option(help="Seed of all random choices.", show_default="0")]
 TrainingDevice = Annotated[str, typer.Option(help='"auto" (a GPU where there is one) or "cpu".')]
@@ -232,7 +236,10 @@ def evaluate(
         TableFormat.markdown
     ),
     plots: Annotated[Path | None, typer.Option(help="Folder for plots of accuracy against shots and ways.")] = None,
-    precision: Annotated[Precision, typer.Option(help="Precision of the convolutions.")] = Precision.float32,
+    precision: Annotated[
+        Precision,
+        typer.Option(help="Precision of the convolutions; auto: bfloat16 where it is native, else float32."),
+    ] = Precision.auto,
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:

@@ -62,7 +62,7 @@ def run_demo(
     images, targets = digits()
     say(f"\nDigits: {len(images):,} handwritten ones of 8 x 8 pixels, {SHOT} of each digit to learn from.")
     start = time.perf_counter()
-    accuracies = compare(classifier.model_, images, targets, tasks, classifier.task_.dtype)
+    accuracies = compare(classifier.model_, images, targets, tasks)
     say(f"Accuracy over {tasks} random tasks with 95 % interval, in {time.perf_counter() - start:.0f} s:")
     rows = [[name, str(accuracy)] for name, accuracy in accuracies.items()]
     say(markdown_table(rows, ["method", "accuracy, %"]))
@@ -71,7 +71,7 @@ def run_demo(
 
 
 def compare(
-    model: SimpleCNAPS, images: NDArray[np.uint8], targets: NDArray[np.int64], tasks: int, dtype: torch.dtype
+    model: SimpleCNAPS, images: NDArray[np.uint8], targets: NDArray[np.int64], tasks: int
 ) -> dict[str, Accuracy]:
     """Simple CNAPS, the same network without adaptation, and class means of raw pixels, on the same tasks."""
     squares = np.stack([to_square_array(Image.fromarray(image), model.image_size) for image in images])
@@ -85,7 +85,6 @@ def compare(
         shot=SHOT,
         queries=QUERIES,
         episodes=tasks,
-        dtype=dtype,
         progress=sys.stderr.isatty(),
     )
     pixels = torch.from_numpy(images.reshape(len(images), -1)).double()

@@ -32,30 +32,69 @@ def choose_device(device: str | torch.device) -> torch.device:
 
 
 def choose_dtype(precision: str, model: SimpleCNAPS) -> torch.dtype:
-    """Precision of a model's convolutions ("auto", "float32" or "bfloat16"), on the device where the model is.
+    """Precision of a model's convolutions on the device where the model is, see :func:`native_dtype`.
 
-    "auto" is bfloat16 for the networks of the embedded checkpoints where the device has it natively, else float32: for
-    no other network has the effect on predictions been measured. ValueError if ``precision`` is something else.
+    "auto" is float32 for networks other than those of the embedded checkpoints: the effect of bfloat16 on their
+    predictions has not been measured.
+    """
+    network = model.feature_extractor
+    measured = isinstance(network, FilmResNet18) or (isinstance(network, Backbone) and network.timm == LITE0)
+    return native_dtype("float32" if precision == "auto" and not measured else precision, model.device)
+
+
+def native_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Precision of convolutions on a device.
+
+    Parameters
+    ----------
+    precision : {"auto", "float32", "bfloat16"}
+        "auto" is bfloat16 where the device computes in it natively, else float32.
+    device : torch.device
+
+    Raises
+    ------
+    ValueError
+        ``precision`` is something else.
+
+    Warns
+    -----
+    UserWarning
+        ``precision`` is "bfloat16" and the processor only emulates it, which is slower than float32.
     """
     check_precision(precision)
-    if precision == "auto":
-        network = model.feature_extractor
-        measured = isinstance(network, FilmResNet18) or (isinstance(network, Backbone) and network.timm == LITE0)
-        return torch.bfloat16 if measured and native_bfloat16(model.device) else torch.float32
-    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+    native = native_bfloat16(device)
+    if precision == "bfloat16" and not native and device.type == "cpu":
+        # oneDNN computes in bfloat16 with any AVX-512; without it PyTorch falls back to its own slow convolutions.
+        factor = 2 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 10
+        warnings.warn(
+            f"this processor has no instructions for bfloat16: convolutions are about {factor} times slower than in "
+            'float32. Choose the precision "auto" or "float32"',
+            stacklevel=2,
+        )
+    return torch.bfloat16 if precision == "bfloat16" or (precision == "auto" and native) else torch.float32
 
 
 def check_precision(precision: str) -> None:
-    """Raise ValueError unless :func:`choose_dtype` takes ``precision``."""
+    """Raise ValueError unless ``precision`` is "auto", "float32" or "bfloat16"."""
     if precision not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"precision must be 'auto', 'float32' or 'bfloat16', got {precision!r}")
 
 
+def precision_name(dtype: torch.dtype) -> str:
+    """Name of a precision in recipes and results: "float32" or "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def native_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for convolutions in bfloat16, rather than emulating them."""
+    """Whether the device has instructions for convolutions in bfloat16, rather than emulating them.
+
+    Hiding AVX-512 by the environment variable ONEDNN_MAX_CPU_ISA=AVX2 makes this False, as convolutions then are slow.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # follows ONEDNN_MAX_CPU_ISA; true of any AVX-512
         return False
     if hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()

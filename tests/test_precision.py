@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -44,13 +49,18 @@ def test_auto_leaves_other_backbones_in_float32(monkeypatch: pytest.MonkeyPatch)
 def test_a_processor_is_asked_for_the_instructions(
     capabilities: dict[str, object], native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert native_bfloat16(CPU) is native
+    with monkeypatch.context() as patch:  # hidden from the library that computes the convolutions
+        patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+        assert native_bfloat16(CPU) is False
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert native_bfloat16(CPU) is False
 
 
 def test_older_versions_of_torch_are_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     for bf16, amx in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=bf16: answer, raising=False)
@@ -59,6 +69,29 @@ def test_older_versions_of_torch_are_asked_otherwise(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
     assert native_bfloat16(CPU) is False
+
+
+def test_bfloat16_is_not_native_where_the_environment_hides_its_instructions() -> None:
+    program = "import torch; from fewshot_mahalanobis import devices; "
+    program += "print(devices.native_bfloat16(torch.device('cpu')), devices.native_dtype('auto', torch.device('cpu')))"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert result.stdout.split() == ["False", "torch.float32"], result.stderr
+
+
+@pytest.mark.parametrize(("any_avx512", "factor"), [(False, 10), (True, 2)])
+def test_bfloat16_by_name_where_it_is_emulated_warns_once_with_the_factor(
+    any_avx512: bool, factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "native_bfloat16", lambda device: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: any_avx512)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            assert choose_dtype("bfloat16", tiny_model()) == torch.bfloat16
+            assert choose_dtype("auto", tiny_model()) == choose_dtype("float32", tiny_model()) == torch.float32
+    (warning,) = caught
+    assert f"about {factor} times slower than in float32" in str(warning.message)
 
 
 @pytest.mark.parametrize("adaptation", ["film", "auto-regressive"])
@@ -74,13 +107,13 @@ def test_in_bfloat16_order_batch_and_company_change_nothing(adaptation: str, mod
         for name, parameter in model.named_parameters():
             if ".scales." in name:
                 parameter.data.mul_(30)  # fresh scales hardly adapt
-    support, queries, order = pictures(12, 1), pictures(6, 2), np.random.default_rng(0).permutation(12)
-    labels = np.arange(12) % 3
+    support, queries, order = pictures(9, 1), pictures(3, 2), np.random.default_rng(0).permutation(9)
+    labels = np.arange(9) % 3
     classifier = SimpleCNAPSClassifier(model, device="cpu", precision="bfloat16").fit(support, labels)
     expected = classifier.decision_function(queries)
     unadapted = SimpleCNAPSClassifier(model, device="cpu", precision="bfloat16", adapt=False).fit(support, labels)
     assert np.abs(unadapted.decision_function(queries) - expected).max() > 1e-2 * np.abs(expected).max()
-    for batch_size in (5, 1):
+    for batch_size in (4, 1):
         other = SimpleCNAPSClassifier(model, device="cpu", precision="bfloat16", batch_size=batch_size)
         other.fit([support[i] for i in order], labels[order])
         for found in (other.decision_function(queries), other.decision_function(queries[:1])):
@@ -91,7 +124,7 @@ def test_bfloat16_moves_features_in_the_second_digit_at_most(model: SimpleCNAPS)
     features = {
         precision: SimpleCNAPSClassifier(model, device="cpu", precision=precision)
         .fit(pictures(8, 1), LABELS)
-        .transform(pictures(6, 2))
+        .transform(pictures(2, 2))
         for precision in ("float32", "bfloat16")
     }
     error = np.linalg.norm(features["bfloat16"] - features["float32"], axis=1)

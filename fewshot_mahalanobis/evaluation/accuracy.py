@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from fewshot_mahalanobis.baselines import METHODS
 from fewshot_mahalanobis.baselines.model import Baseline
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.evaluation.result import Scores
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
@@ -117,7 +118,7 @@ def evaluate_source(
     queries: int = 10,
     episodes: int = 600,
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    precision: str = "auto",
     batch_size: int = 128,
     plain_features: UnadaptedFeatures | Tensor | None = None,
     progress: bool = False,
@@ -135,8 +136,9 @@ def evaluate_source(
     episodes : int
         Episode ``i`` is a function of (seed, i): models are compared on the same episodes.
     seed : int
-    dtype : torch.dtype
-        Precision of the convolutions.
+    precision : {"auto", "float32", "bfloat16"}
+        Precision of the convolutions. "auto" is bfloat16 for the embedded checkpoints' networks where the processor or
+        GPU computes in it natively, else float32.
     batch_size : int
         Images that go through the network at a time.
     plain_features : UnadaptedFeatures or Tensor of shape (n, d), optional
@@ -155,7 +157,7 @@ def evaluate_source(
         variants,
         FixedEpisodes(source, way, shot, queries, seed=seed, seed_by_name=False).draw,
         episodes,
-        dtype=dtype,
+        dtype=choose_dtype(precision, model),
         batch_size=batch_size,
         plain_features=plain_features,
         description=f"{source.name} {way}-way {shot}-shot" if progress else None,

@@ -17,7 +17,7 @@ from fewshot_mahalanobis.baselines import METHODS
 from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.devices import choose_device, choose_dtype
+from fewshot_mahalanobis.devices import choose_device, choose_dtype, precision_name
 from fewshot_mahalanobis.episodes.meta_dataset import EVALUATION, VariableEpisodes
 from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.evaluation.accuracy import UnadaptedFeatures, Variant, evaluate_episodes, head_of
@@ -51,8 +51,8 @@ class Settings:
     episodes : int
         Episodes per source.
     seed : int
-    precision : {"float32", "bfloat16"}
-        Precision of the convolutions.
+    precision : {"auto", "float32", "bfloat16"}
+        Precision of the convolutions, see :class:`~fewshot_mahalanobis.SimpleCNAPSClassifier`.
 
     Raises
     ------
@@ -66,7 +66,7 @@ class Settings:
     queries: int = 10
     episodes: int = 600
     seed: int = 0
-    precision: str = "float32"
+    precision: str = "auto"
 
     def __post_init__(self) -> None:
         if self.protocol not in ("fixed", "variable"):
@@ -153,7 +153,7 @@ def evaluate(
     variants = variants_of(model) if variants is None else variants
     kept = read_results(file) if file is not None and Path(file).exists() else []
     by_key = {result.key: result for result in kept}
-    digest = _digest(model)
+    digest, dtype = _digest(model), choose_dtype(settings.precision, model)
     shots: tuple[int | None, ...] = tuple(dict.fromkeys(settings.shots)) if settings.protocol == "fixed" else (None,)
     opened, wanted = open_sources(sources, root, model.image_size), []
     if settings.protocol == "fixed":
@@ -173,14 +173,13 @@ def evaluate(
                 queries=settings.queries,
                 episodes=settings.episodes,
                 seed=settings.seed,
-                precision=settings.precision,
+                precision=precision_name(dtype),
                 model=digest,
                 images=_digest_of_source(source),
             )
             result = by_key.get(result.key, result)
             missing = {title: variant for title, variant in variants.items() if title not in result.scores}
             if missing:
-                dtype = choose_dtype(settings.precision, model)
                 if features is None:
                     images = source.in_memory() if len(source.images) <= _IN_MEMORY else source
                     features = UnadaptedFeatures(model, images, dtype=dtype)

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from fewshot_mahalanobis.baselines.model import Baseline
 from fewshot_mahalanobis.checkpoints.format import checked_settings
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
+from fewshot_mahalanobis.devices import choose_dtype, precision_name
 from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.networks.backbone import is_network_name
 from fewshot_mahalanobis.networks.efficientnet import LITE0
@@ -197,9 +198,11 @@ def meta_train(
 
     accelerator = start_processes(device)
     share = shared_out(recipe.tasks_per_step, "tasks_per_step", accelerator)
-    run = RunFolder(output, asdict(recipe), main=accelerator.is_main_process, tensorboard=tensorboard)
+    model = starting_model(recipe).to(accelerator.device)
+    dtype = choose_dtype(recipe.precision, model)
+    recorded = asdict(recipe) | {"precision": precision_name(dtype)}
+    run = RunFolder(output, recorded, main=accelerator.is_main_process, tensorboard=tensorboard)
     progress = progress and accelerator.is_main_process
-    model = starting_model(recipe)
     loss_of, card = (model.method.loss, model.card) if isinstance(model, Baseline) else (F.cross_entropy, None)
 
     opened = {
@@ -209,7 +212,7 @@ def meta_train(
     training = TrainingTasks([opened[source] for source in recipe.sources], recipe, model.image_size)
     validation = {source: ValidationTasks(opened[source], recipe) for source in recipe.validation}
 
-    model.to(accelerator.device).to(memory_format=torch.channels_last)
+    model.to(memory_format=torch.channels_last)
     if isinstance(model, Baseline):
         model.see_classes([opened[source] for source in dict.fromkeys(recipe.sources)])
     logits_of = TaskLogits(model, recipe.lite, recipe.learn_scale)
@@ -248,7 +251,7 @@ def meta_train(
             last_task = number + 1 == share
             # Gradients accumulate in every process and are averaged between processes with the last task of a step.
             with nullcontext() if last_task else accelerator.no_sync(network):
-                with autocast(accelerator.device, recipe.precision):
+                with autocast(accelerator.device, dtype):
                     logits = network(task.support_images, task.support_labels, task.query_images, task.classes)
                 loss = loss_of(logits, task.query_labels)
                 accuracy = (logits.argmax(1) == task.query_labels).float().mean()
@@ -265,7 +268,6 @@ def meta_train(
         last = step + 1 == steps
         logits_of.store_scale()
         if validation and (last or validation_due(step, recipe)):
-            dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
             accuracies = validate(model, validation, accelerator, dtype, workers=workers, progress=progress)
             record["validation"] = accuracies
             if better_on_most(accuracies, best):

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.devices import native_dtype, precision_name
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.networks.backbone import Backbone
@@ -175,12 +176,14 @@ def pretrain(
     accelerator = start_processes(device)
     place = accelerator.device
     share = shared_out(recipe.batch_size, "batch_size", accelerator)
-    run = RunFolder(output, asdict(recipe), main=accelerator.is_main_process, tensorboard=tensorboard)
+    dtype = native_dtype(recipe.precision, place)
+    recorded = asdict(recipe) | {"precision": precision_name(dtype)}
+    run = RunFolder(output, recorded, main=accelerator.is_main_process, tensorboard=tensorboard)
     settings: dict[str, Any] = {"root": recipe.root, "size": recipe.image_size, "lazy": lazy}
     images = TrainingImages([open_training_source(source, **settings) for source in recipe.sources], recipe)
     validation = None
     if recipe.validation is not None and accelerator.is_main_process:
-        validation = NearestMean(open_training_source(recipe.validation, **settings), recipe.precision)
+        validation = NearestMean(open_training_source(recipe.validation, **settings), dtype)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -189,7 +192,7 @@ def pretrain(
         turns_end = classes + (TURNS if recipe.rotation else 0)
         teacher = None
         if recipe.teacher is not None:
-            teacher = Teacher(recipe.teacher, recipe.teacher_size, recipe.precision).to(place)
+            teacher = Teacher(recipe.teacher, recipe.teacher_size, dtype).to(place)
         outputs = turns_end + (0 if teacher is None else teacher.network.out_features)
         model: nn.Module = PositionClassifier(backbone, outputs)
     if accelerator.num_processes > 1:
@@ -241,7 +244,7 @@ def pretrain(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, recipe)
         batch = batch.to(place, memory_format=torch.channels_last, non_blocking=True)
-        with autocast(place, recipe.precision):
+        with autocast(place, dtype):
             at_positions = network(batch).float()
         # The classifier is linear: the mean of its outputs is its output for the mean, the features.
         of_turns, of_teacher = at_positions[..., classes:].mean(1).tensor_split([turns_end - classes], dim=1)
@@ -296,10 +299,10 @@ class PositionClassifier(nn.Module):
 class Teacher(nn.Module):
     """A frozen pretrained network; its features, standardised over the batch, are to be predicted linearly."""
 
-    def __init__(self, name: str, size: int, precision: str) -> None:
+    def __init__(self, name: str, size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = getattr(torch, precision)
-        self.network = Backbone.from_timm(name, image_size=size).for_inference(dtype=self.dtype)
+        self.dtype = dtype
+        self.network = Backbone.from_timm(name, image_size=size).for_inference(dtype=dtype)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
@@ -318,9 +321,9 @@ class NearestMean:
 
     WAY, SHOT, QUERIES = 5, 5, 15
 
-    def __init__(self, source: ImageSource, precision: str, episodes: int = 400) -> None:
+    def __init__(self, source: ImageSource, dtype: torch.dtype, episodes: int = 400) -> None:
         self._source = source
-        self._precision = precision
+        self._dtype = dtype
         sampler = FixedEpisodes(source, self.WAY, self.SHOT, self.QUERIES)
         self._episodes = [sampler.draw(index) for index in range(episodes)]
 
@@ -337,5 +340,5 @@ class NearestMean:
     def _features(self, backbone: FilmResNet18, device: torch.device) -> Tensor:
         n = len(self._source.images)
         batches = map(self._source.network_input, np.array_split(np.arange(n), math.ceil(n / 128)))
-        with torch.no_grad(), autocast(device, self._precision):
+        with torch.no_grad(), autocast(device, self._dtype):
             return torch.cat([backbone(batch.to(device)).float().cpu() for batch in batches])

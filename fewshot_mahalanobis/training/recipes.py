@@ -23,7 +23,7 @@ Positive = Annotated[float, Meta(gt=0)]
 #: (share of training, side of its images in pixels), in order.
 Phases = tuple[tuple[Share, Count], ...]
 #: Precision of the convolutions.
-Precision = Literal["bfloat16", "float32"]
+Precision = Literal["auto", "float32", "bfloat16"]
 EpisodeKind = Literal["variable", "fixed", "small"]
 Schedule = Literal["constant", "cosine"]
 
@@ -77,8 +77,9 @@ class PretrainRecipe(_Checked):
         Share of training, side of its images in pixels.
     image_size : int
         Side to which images are resized before cropping, in pixels.
-    precision : {"bfloat16", "float32"}
-        Precision of the convolutions, in training and validation.
+    precision : {"auto", "float32", "bfloat16"}
+        Precision of the convolutions, in training and validation. "auto" is bfloat16 where the processor or GPU
+        computes in it natively, else float32; the run's ``recipe.json`` records which.
     seed : int
 
     Raises
@@ -107,7 +108,7 @@ class PretrainRecipe(_Checked):
     teacher_size: Count = 128
     phases: Annotated[Phases, Meta(min_length=1)] = ((0.25, 40), (0.32, 48), (0.35, 64), (0.08, 84))
     image_size: Count = 84
-    precision: Precision = "bfloat16"
+    precision: Precision = "auto"
     seed: int = 0
 
 
@@ -167,8 +168,9 @@ class MetaTrainRecipe(_Checked):
     lite : int, optional
         LITE: back-propagate through this many random support images per task, to bound memory
         (:mod:`~fewshot_mahalanobis.training.lite`).
-    precision : {"bfloat16", "float32"}
-        Precision of the convolutions, in training and validation.
+    precision : {"auto", "float32", "bfloat16"}
+        Precision of the convolutions, in training and validation. "auto" is bfloat16 where the processor or GPU
+        computes in it natively, else float32; the run's ``recipe.json`` records which.
     validate_every : int
         Tasks between validations.
     validation_episodes : int
@@ -204,7 +206,7 @@ class MetaTrainRecipe(_Checked):
     augment: bool = False
     phases: Phases = ()
     lite: Count | None = None
-    precision: Precision = "bfloat16"
+    precision: Precision = "auto"
     validate_every: Count = 10_000
     validation_episodes: Count = 200
     seed: int = 0

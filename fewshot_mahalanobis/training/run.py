@@ -183,6 +183,6 @@ def image_size_at(done: float, phases: Sequence[tuple[float, int]]) -> int:
     return phases[-1][1]
 
 
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
-    """Autocast to the precision of a recipe; the head always computes outside it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Run convolutions in ``dtype``, float32 or bfloat16; the head always computes outside autocast."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)

@@ -142,7 +142,7 @@ def test_a_task_names_its_classes_among_those_of_all_sources(folder: Path) -> No
 
 
 def run(folder: Path, *options: Any, status: int = 0) -> str:
-    settings = ("--checkpoint", folder / "checkpoint", "--device", "cpu", "--episodes", 3, "--queries", 2, "--shot", 1)
+    settings = ("--checkpoint", folder / "checkpoint", "--device", "cpu", "--episodes", 2, "--queries", 1, "--shot", 1)
     result = CliRunner().invoke(app, ["evaluate", *map(str, (folder / "colours", *settings, *options))])
     assert result.exit_code == status, result.output
     return result.stdout if status == 0 else result.stderr

@@ -1,8 +1,6 @@
 """The embedded checkpoints: they load without a network and are as good as the README says they are."""
 
 import importlib.resources
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +9,9 @@ from fewshot_mahalanobis import available_checkpoints, load_checkpoint
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS, DEFAULT
 from fewshot_mahalanobis.data.sources import load_source
 from fewshot_mahalanobis.demo import compare, digits, run_demo
-from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
+from tests.image_sets import DATA, needs_data
 
-DATA = Path(os.environ.get("FEWSHOT_MAHALANOBIS_DATA", Path(__file__).parents[3] / "shared" / "data"))
 EMBEDDED = [name for name, record in CHECKPOINTS.items() if record.embedded and name == record.name]
 FOLDERS = importlib.resources.files("fewshot_mahalanobis.checkpoints")
 
@@ -58,7 +55,7 @@ def test_the_default_is_one_of_them_and_its_accuracy_is_known():
 
 def test_on_the_demos_digits_an_unseen_domain_adapting_helps(model):
     images, targets = digits()
-    adapted, plain, raw_pixels = compare(model, images, targets, tasks=20, dtype=choose_dtype("auto", model)).values()
+    adapted, plain, raw_pixels = compare(model, images, targets, tasks=20).values()
     assert adapted.mean > plain.mean
     assert adapted.mean > raw_pixels.mean
 
@@ -74,16 +71,13 @@ def test_the_demo_reports_and_draws(tmp_path):
         assert str(accuracy) in text
 
 
-@pytest.mark.skipif(
-    not DATA.is_dir() and "FEWSHOT_MAHALANOBIS_REQUIRE_DATA" not in os.environ,
-    reason="the image sets of the README's table are not here (FEWSHOT_MAHALANOBIS_DATA names their folder)",
-)
+@needs_data
 @pytest.mark.parametrize("name", ["omniglot.zip:test", "mini_imagenet_test.zip"])
 def test_readme_accuracies_hold_on_fresh_episodes(model, name):
     """Few other episodes than the table's; the mean must lie within their joint interval of its figure."""
     variant = Variant(True, model.config["head"])
-    source, dtype = load_source(f"{DATA}/{name}", size=model.image_size), choose_dtype("auto", model)
-    accuracies = evaluate_source(model, source, [variant], queries=5, episodes=40, seed=1234, dtype=dtype)[variant]
+    source = load_source(f"{DATA}/{name}", size=model.image_size)
+    accuracies = evaluate_source(model, source, [variant], queries=5, episodes=40, seed=1234)[variant]
     mean, half_width = available_checkpoints()["default"].accuracies[f"{source.name}, 5-way 5-shot"]
     found = Accuracy.of(accuracies)
     assert abs(100 * found.mean - mean) < np.hypot(2 * 100 * found.half_width, half_width)

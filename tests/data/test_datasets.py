@@ -18,12 +18,7 @@ from fewshot_mahalanobis.data.layouts import class_split, coco_box
 from fewshot_mahalanobis.data.sources import load_source
 from fewshot_mahalanobis.episodes.meta_dataset import EpisodeLimits, VariableEpisodes
 from tests.data.trees import BUILDERS, PER_CLASS, class_folders, colour, save
-
-DATA = Path(os.environ.get("FEWSHOT_MAHALANOBIS_DATA", Path(__file__).parents[3] / "shared" / "data"))
-needs_data = pytest.mark.skipif(
-    not DATA.is_dir() and "FEWSHOT_MAHALANOBIS_REQUIRE_DATA" not in os.environ,
-    reason="the project's image sets are not here (FEWSHOT_MAHALANOBIS_DATA names their folder)",
-)
+from tests.image_sets import DATA, is_set, needs_data
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +356,17 @@ def test_the_projects_zips_give_meta_dataset_episodes():
     mini = open_source("mini_imagenet:test", root=DATA)
     assert (len(mini.class_names), len(mini.labels)) == (20, 12_000)
     assert mini.images[[0, -1]].std() > 10
+
+
+@pytest.mark.parametrize(
+    ("value", "required"),
+    [(None, False), ("", False), ("0", False), ("no", False), ("False", False), ("1", True), ("yes", True)],
+)
+def test_the_image_sets_are_required_where_the_variable_says_yes(value, required, monkeypatch):
+    monkeypatch.delenv("FEWSHOT_MAHALANOBIS_REQUIRE_DATA", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FEWSHOT_MAHALANOBIS_REQUIRE_DATA", value)
+    assert is_set("FEWSHOT_MAHALANOBIS_REQUIRE_DATA") is required
 
 
 @needs_data

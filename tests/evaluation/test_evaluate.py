@@ -45,7 +45,7 @@ def colours(classes: int = 4, each: int = 6, noise: float = 40.0) -> ImageSource
 
 def test_accuracies_equal_a_plain_loop_over_the_episodes(model):
     source, variants = colours(), (Variant(True, "mahalanobis"), Variant(False, "mahalanobis"), Variant(True, "cosine"))
-    found = evaluate_source(model, source, variants, way=3, shot=2, queries=3, episodes=4, seed=5)
+    found = evaluate_source(model, source, variants, way=3, shot=2, queries=3, episodes=4, seed=5, precision="float32")
     for index in range(4):
         episode = draw_episode(source.indices_of_class(), [2, 2, 2], 3, episode_rng(5, index))
         support, query = source.network_input(episode.support), source.network_input(episode.query)
@@ -190,7 +190,7 @@ def test_variants_are_what_their_names_say(model):
     projecting.projection = torch.nn.Linear(512, 512)
     torch.nn.init.normal_(projecting.projection.weight, generator=torch.Generator().manual_seed(1))
     torch.nn.init.zeros_(projecting.projection.bias)
-    found = evaluate_source(projecting, source, variants, way=4, shot=3, queries=3, episodes=3)
+    found = evaluate_source(projecting, source, variants, way=4, shot=3, queries=3, episodes=3, precision="float32")
     for index in range(3):
         episode = draw_episode(source.indices_of_class(), [3] * 4, 3, episode_rng(0, index))
         support, query = source.network_input(episode.support), source.network_input(episode.query)

@@ -104,7 +104,7 @@ def test_checkpoint_comes_back_and_old_settings_lack_the_key(model, tmp_path):
 def test_evaluation_gives_the_model_the_queries(model):
     pixels = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
     source = ImageSource("drawn", pixels, np.repeat(np.arange(4), 5), tuple("abcd"))
-    (found,) = evaluate_source(model, source, way=3, shot=2, queries=3, episodes=3).values()
+    (found,) = evaluate_source(model, source, way=3, shot=2, queries=3, episodes=3, precision="float32").values()
     episodes = FixedEpisodes(source, 3, 2, 3, seed=0, seed_by_name=False)
     for index, accuracy in enumerate(found):
         episode = episodes.draw(index)

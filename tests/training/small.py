@@ -16,6 +16,7 @@ PRETRAIN: dict[str, Any] = {
     "peak_lr": 0.05,
     "phases": ((0.5, 32), (0.5, 40)),
     "image_size": 40,
+    "precision": "float32",
 }
 
 
@@ -42,5 +43,6 @@ def meta_recipe(folder: str, backbone: Path, **settings: Any) -> MetaTrainRecipe
         "queries": 2,
         "validation_episodes": 2,
         "model": {"image_size": 32},
+        "precision": "float32",
     }
     return MetaTrainRecipe(backbone=str(backbone / "backbone.safetensors"), **{**small, **settings})

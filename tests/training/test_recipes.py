@@ -110,7 +110,7 @@ def test_a_wrong_file_is_refused_with_the_name_of_the_setting(text, message, tmp
         ({"sources": ()}, r"sources = \(\): Expected `array` of length >= 1"),
         ({"sources": "a.zip"}, "sources = 'a.zip': Expected `array`, got `str`"),
         ({"phases": ()}, r"phases = \(\): Expected `array` of length >= 1"),
-        ({"precision": "half"}, "precision must be 'bfloat16' or 'float32', not 'half'"),
+        ({"precision": "half"}, "precision must be 'auto' or 'float32' or 'bfloat16', not 'half'"),
     ],
 )
 def test_a_recipe_made_in_python_is_checked_too(settings, message):

@@ -179,13 +179,15 @@ def test_the_mean_over_positions_is_the_output_for_the_features(folder):
 
 
 def test_a_dense_backbone_learns_the_classes(folder, tmp_path):
-    settings = {**PRETRAIN, "epochs": 20, "batch_size": 24, "peak_lr": 0.02, "dense": True}
+    settings = {**PRETRAIN, "epochs": 10, "batch_size": 24, "peak_lr": 0.02, "dense": True}
+    settings |= {"image_size": 24, "phases": ((1.0, 24),)}
     pretrain(PretrainRecipe((folder,), **settings), tmp_path, device="cpu", progress=False)
     assert log_of(tmp_path)[-1]["loss"] < 0.5 * math.log(6)
 
 
 def test_a_backbone_with_a_teacher_learns_its_features(folder, tmp_path):
     settings = {**PRETRAIN, "epochs": 10, "batch_size": 24, "peak_lr": 0.02, "teacher": LITE0, "teacher_size": 32}
+    settings |= {"image_size": 24, "phases": ((1.0, 24),)}
     pretrain(PretrainRecipe((folder,), **settings), tmp_path, device="cpu", progress=False)
     losses = [record["loss"] for record in log_of(tmp_path)]
     assert losses[-1] < 0.5 * TEACHER_WEIGHT  # without a guess, standardised features have a mean square of 1
@@ -193,7 +195,7 @@ def test_a_backbone_with_a_teacher_learns_its_features(folder, tmp_path):
 
 def test_the_features_of_a_teacher_are_standardised_over_the_batch(folder):
     images = load_source(folder, size=40).network_input(range(12))
-    features = Teacher(LITE0, 32, "float32")(images)
+    features = Teacher(LITE0, 32, torch.float32)(images)
     resized = F.interpolate(images, (32, 32), mode="bilinear", antialias=True)
     raw = Backbone.from_timm(LITE0, image_size=32)(resized)
     torch.testing.assert_close(
@@ -470,8 +472,8 @@ def test_backbone_is_validated_in_the_precision_of_the_recipe(folder, backbone):
     network.load_state_dict(load_file(backbone / "backbone.safetensors"))
     seen = []
     network.conv1.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    for precision, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        NearestMean(load_source(folder, size=32), precision, episodes=2).accuracy(network, torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16):
+        NearestMean(load_source(folder, size=8), dtype, episodes=2).accuracy(network, torch.device("cpu"))
         assert seen.pop() == dtype
 
 
@@ -484,7 +486,7 @@ def test_backbone_is_validated_on_classes_of_unequal_and_few_images():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = FilmResNet18().eval()
-    accuracy = NearestMean(source, "float32", episodes=3).accuracy(network, torch.device("cpu"))
+    accuracy = NearestMean(source, torch.float32, episodes=3).accuracy(network, torch.device("cpu"))
     sampler, expected = FixedEpisodes(source, 5, 5, 15), []
     for episode in (sampler.draw(index) for index in range(3)):
         with torch.no_grad():
@@ -494,7 +496,7 @@ def test_backbone_is_validated_on_classes_of_unequal_and_few_images():
         expected.append(float(np.mean(np.array(nearest) == episode.query_labels)))
     assert accuracy == pytest.approx(np.mean(expected))
     with pytest.raises(ValueError, match="needs 5 classes of at least 6 images; this source has 4"):
-        NearestMean(replace(source, labels=np.repeat(np.arange(6), [5, 31, 9, 20, 25, 3])), "float32")
+        NearestMean(replace(source, labels=np.repeat(np.arange(6), [5, 31, 9, 20, 25, 3])), torch.float32)
 
 
 def test_augmentation_treats_every_image_of_a_task_alike():
