@@ -25,8 +25,8 @@ from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.images import to_network_range
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
-from fewshot_mahalanobis.summary import Suspect, summarise
+from fewshot_mahalanobis.networks.task import AdaptedTask
+from fewshot_mahalanobis.support_set.summary import Suspect, summarise
 
 SETS = (
     "cifar10.zip:test", "cifar100_test.zip", "cub200_2010.zip:test", "dtd10.zip:test", "fashion_mnist.zip:test",

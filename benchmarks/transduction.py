@@ -20,7 +20,7 @@ from benchmarks.record import Record, Table
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import Episode, episode_rng
 from fewshot_mahalanobis.heads import AutoHead, Head, MahalanobisHead
-from fewshot_mahalanobis.transduction import transductive_logits
+from fewshot_mahalanobis.heads.transduction import transductive_logits
 
 WAYS, SHOTS, QUERIES = 5, (1, 5), 15
 #: Classes without support images, and the number of unbalanced queries with the concentration of their shares.

@@ -16,7 +16,6 @@ from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.example import photographs
 from fewshot_mahalanobis.images import read_or_reason, to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.predictions import predict_all
 from fewshot_mahalanobis.review import most_useful
 
 __all__ = ["UNKNOWN", "Answer", "Bench", "Neighbour"]
@@ -220,7 +219,7 @@ class Bench:
         if self.classifier is None or not self.queries:
             self.answers, self._usefulness = [], []
             return
-        found = predict_all(self.classifier, self.queries)
+        found = self.classifier.predict_all(self.queries)
         names = [str(label) for label in self.classifier.classes_]
         self.answers = [
             Answer(
@@ -238,9 +237,9 @@ class Bench:
 
     def _neighbours(self, classifier: SimpleCNAPSClassifier, query: NDArray[np.float32]) -> list[Neighbour]:
         """Support images whose features are nearest to those of the query (d,)."""
-        support = classifier.task_.support_features.cpu().numpy()
+        support = classifier.fitted_head_.support.adapted.cpu().numpy()
         distances = np.linalg.norm(support - query, axis=1)
-        labels = classifier.classes_[classifier.task_.support_labels.cpu().numpy()]
+        labels = classifier.classes_[classifier.fitted_head_.labels.cpu().numpy()]
         first = len(support) - len(self.images)  # the images of a model file come before
         return [
             Neighbour(str(labels[i]), float(distances[i]), self.images[i - first] if i >= first else None)

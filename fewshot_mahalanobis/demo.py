@@ -21,7 +21,6 @@ from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.example import photographs
 from fewshot_mahalanobis.images import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.predictions import predict_all
 
 WAY, SHOT, QUERIES = 10, 5, 5
 
@@ -47,7 +46,7 @@ def run_demo(
     start = time.perf_counter()
     classifier = SimpleCNAPSClassifier(checkpoint).fit(example.support, example.labels)
     fitted = time.perf_counter()
-    said = predict_all(classifier, example.queries)
+    said = classifier.predict_all(example.queries)
     done = time.perf_counter()
     right = int((said.labels == example.truth).sum())
     say(f"  fitted in {fitted - start:.1f} s (loading the network included)")
@@ -62,7 +61,7 @@ def run_demo(
     images, targets = digits()
     say(f"\nDigits: {len(images):,} handwritten ones of 8 x 8 pixels, {SHOT} of each digit to learn from.")
     start = time.perf_counter()
-    accuracies = compare(classifier.model_, images, targets, tasks, classifier.task_.dtype)
+    accuracies = compare(classifier.model_, images, targets, tasks, classifier.task_.network.dtype)
     say(f"Accuracy over {tasks} random tasks with 95 % interval, in {time.perf_counter() - start:.0f} s:")
     rows = [[name, str(accuracy)] for name, accuracy in accuracies.items()]
     say(markdown_table(rows, ["method", "accuracy, %"]))

@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images import read_or_reason
-from fewshot_mahalanobis.predictions import predict_all
 
 #: Images decoded and classified at a time, which bounds memory.
 _CHUNK = 256
@@ -90,7 +89,7 @@ def predict_files(
         problems |= chunk.problems
         if not chunk.images or (problems and not skip_errors):
             continue  # only to find the other images that cannot be read
-        found = predict_all(classifier, chunk.images)
+        found = classifier.predict_all(chunk.images)
         shares = found.probabilities.tolist() if probabilities else [None] * len(chunk.paths)
         for path, label, row in zip(chunk.paths, found.labels.tolist(), shares, strict=True):
             predictions.append(Prediction(path, label, None if row is None else dict(zip(classes, row, strict=True))))

@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.folders import find_images, is_image_name
 from fewshot_mahalanobis.images import read_or_reason
-from fewshot_mahalanobis.predictions import predict_all
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -266,7 +265,7 @@ class _Worker:
         """Label of each image, and probability of its most probable class."""
         if not images:
             return []
-        found = predict_all(self.classifier, images)
+        found = self.classifier.predict_all(images)
         return list(zip(found.labels.tolist(), found.probabilities.max(axis=1).tolist(), strict=True))
 
 

@@ -15,7 +15,7 @@ from fewshot_mahalanobis.gaussians.choose import BETA_GRID, PRIOR_SHOTS_GRID, SH
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.heads import MahalanobisHead
-from fewshot_mahalanobis.temperature import fit_temperature
+from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from tests.drawn_tasks import make_task
 
 

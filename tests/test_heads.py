@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from fewshot_mahalanobis import heads
 from fewshot_mahalanobis.gaussians import uncertain_means
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings, choose_means_settings
+from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings
 from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
-from fewshot_mahalanobis.temperature import temperature_fit
+from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 from tests import reference
 from tests.drawn_tasks import make_task
 
@@ -34,7 +34,7 @@ def task() -> tuple[Tensor, Tensor, Tensor]:
 
 
 #: Settings of ``AutoHead`` where what it would choose is not the point.
-FIXED = MeansSettings(beta=0.8, spread=0.3, freedom=4.0, scale=0.7, shared="within")
+FIXED = PldaSettings(beta=0.8, spread=0.3, freedom=4.0, scale=0.7, shared="within")
 
 
 def make_head(name: str) -> Head[object]:
@@ -265,7 +265,7 @@ def test_too_many_classes_to_export_are_named(monkeypatch: pytest.MonkeyPatch) -
 ROOTS = replace(FIXED, power=0.5)
 
 
-def naive_auto(features: Tensor, labels: Tensor, queries: Tensor, settings: MeansSettings) -> Tensor:
+def naive_auto(features: Tensor, labels: Tensor, queries: Tensor, settings: PldaSettings) -> Tensor:
     """The posterior of every class mean and the predictive Gaussian of every class, one at a time."""
     if settings.power == 0.5:
         features, queries = features.sign() * features.abs().sqrt(), queries.sign() * queries.abs().sqrt()
@@ -296,7 +296,7 @@ SHOTS = [
 
 @pytest.mark.parametrize("settings", [FIXED, ROOTS], ids=["features", "roots"])
 @pytest.mark.parametrize(("shots", "d"), SHOTS)
-def test_auto_logits_are_those_of_the_predictive_gaussians(shots: list[int], d: int, settings: MeansSettings) -> None:
+def test_auto_logits_are_those_of_the_predictive_gaussians(shots: list[int], d: int, settings: PldaSettings) -> None:
     features, labels, queries = make_task(1, shots, d, dtype=torch.float64)
     got = AutoHead(settings)(features, labels, queries)
     torch.testing.assert_close(got, naive_auto(features, labels, queries, settings), rtol=1e-9, atol=1e-9)
@@ -305,7 +305,7 @@ def test_auto_logits_are_those_of_the_predictive_gaussians(shots: list[int], d: 
 @pytest.mark.parametrize(("shots", "d"), SHOTS)
 def test_auto_leaves_out_exactly(shots: list[int], d: int) -> None:
     features, labels, _ = make_task(1, shots, d, dtype=torch.float64)
-    for settings in (FIXED, ROOTS, choose_means_settings(features, labels)):
+    for settings in (FIXED, ROOTS, choose_plda_settings(features, labels)):
         head = AutoHead(settings)
         naive = Head.leave_one_out_logits(head, features, labels)
         torch.testing.assert_close(head.leave_one_out_logits(features, labels), naive, rtol=1e-8, atol=1e-8)
@@ -324,7 +324,7 @@ def test_auto_of_fixed_settings_leaves_out_exactly(shots: list[int], shared: str
 @pytest.mark.parametrize("shots", [[3, 4, 2], [1, 1, 1]], ids=str)
 def test_auto_leaves_out_under_the_settings_that_it_chooses(shots: list[int]) -> None:
     features, labels, _ = make_task(2, shots, 6, dtype=torch.float64)
-    expected = AutoHead(choose_means_settings(features, labels)).leave_one_out_logits(features, labels)
+    expected = AutoHead(choose_plda_settings(features, labels)).leave_one_out_logits(features, labels)
     assert torch.equal(AutoHead().leave_one_out_logits(features, labels), expected)
 
 
@@ -352,9 +352,9 @@ def test_auto_takes_square_roots_where_left_out_examples_are_more_probable_so() 
     labels = torch.arange(4).repeat_interleave(10)
     centres = 2 + 0.5 * torch.randn(4, 30, generator=generator)
     support = (centres[labels] + torch.randn(40, 30, generator=generator)) ** 2
-    assert choose_means_settings(support, labels).power == 0.5
-    assert choose_means_settings(support**0.5, labels).power == 1.0
-    assert choose_means_settings(support - 1.0, labels).power == 1.0
+    assert choose_plda_settings(support, labels).power == 0.5
+    assert choose_plda_settings(support**0.5, labels).power == 1.0
+    assert choose_plda_settings(support - 1.0, labels).power == 1.0
     state = AutoHead().fit(support, labels)
     torch.testing.assert_close(state.means, EuclideanHead().fit(support, labels))
 
@@ -395,7 +395,7 @@ def test_auto_does_not_depend_on_the_scale_of_features() -> None:
 def test_auto_serves_what_leaves_nothing_to_choose() -> None:
     """One shot in every class, one class, and equal examples: defined, finite, nearest mean first."""
     features, labels, _ = make_task(6, [1, 1, 1], 8, dtype=torch.float64)
-    settings = choose_means_settings(features, labels)
+    settings = choose_plda_settings(features, labels)
     assert (settings.shared, settings.freedom) == ("task", 0.0)
     assert AutoHead()(features, labels, features).argmax(dim=1).equal(labels)
     assert AutoHead()(features, 0 * labels, features).isfinite().all()
@@ -419,8 +419,8 @@ def test_auto_favours_no_class_for_its_number_of_examples() -> None:
     assert precision > 0.8
 
 
-def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSettings:
-    """What ``choose_means_settings`` promises, by refitting without each example."""
+def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> PldaSettings:
+    """What ``choose_plda_settings`` promises, by refitting without each example."""
     counts = labels.bincount()
     order = labels.argsort(stable=True)
     paired = order[counts[labels[order]] > 1]
@@ -430,7 +430,7 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSett
         p = reference.pooled_covariance(x, y) + beta * torch.eye(x.shape[1], dtype=x.dtype)
         return torch.linalg.inv(p)
 
-    def fitted(power: float, beta: float, share: float = 0.0) -> tuple[MeansSettings, float, float]:
+    def fitted(power: float, beta: float, share: float = 0.0) -> tuple[PldaSettings, float, float]:
         x, own = features**power, []
         for i in paired.tolist():
             rest = torch.arange(len(x)) != i
@@ -442,7 +442,7 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSett
         centred = means - means.mean(dim=0)
         between = float((centred @ inverse(x, labels, beta) * centred).sum(dim=1).mean()) * k / (k - 1)
         spread = (between - freedom * float((1 / counts).mean())) / freedom
-        settings = MeansSettings(beta, min(max(spread, 0.01), 1e4), share * freedom, 1.0, "within", power)
+        settings = PldaSettings(beta, min(max(spread, 0.01), 1e4), share * freedom, 1.0, "within", power)
         logits = Head.leave_one_out_logits(AutoHead(settings), features, labels)[rows]
         fit = temperature_fit(logits, labels[rows], 0.25 / k)
         of_each = torch.nn.functional.cross_entropy(logits / fit.temperature, labels[rows], reduction="none")
@@ -474,7 +474,7 @@ def test_auto_chooses_what_refitting_without_each_example_says(
     monkeypatch.setattr(uncertain_means, "_MAX_LEFT_OUT", most)
     features, labels, _ = make_task(3, shots, d, dtype=torch.float64)
     features = (features + 1.0).relu() ** (2 if squared else 1)
-    found, expected = choose_means_settings(features, labels), naive_choice(features, labels, most)
+    found, expected = choose_plda_settings(features, labels), naive_choice(features, labels, most)
     assert (found.shared, found.power) == (expected.shared, expected.power)
     for name in ("beta", "spread", "freedom", "scale"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5), name
@@ -486,17 +486,17 @@ def test_auto_chooses_the_power_on_the_classes_of_most_examples(monkeypatch: pyt
     large = (labels == 1) | (labels == 3)
     features[large] = features[large] ** 4  # of these alone the roots are Gaussian
     monkeypatch.setattr(uncertain_means, "_POWER_CLASSES", 2)
-    of_large = choose_means_settings(features[large], (labels[large] == 3).long())
-    assert choose_means_settings(features, labels).power == of_large.power == 0.5
+    of_large = choose_plda_settings(features[large], (labels[large] == 3).long())
+    assert choose_plda_settings(features, labels).power == of_large.power == 0.5
     features[large] = features[large] ** 0.25
     features[~large] = features[~large] ** 4
-    of_large = choose_means_settings(features[large], (labels[large] == 3).long())
-    assert choose_means_settings(features, labels).power == of_large.power == 1.0
+    of_large = choose_plda_settings(features[large], (labels[large] == 3).long())
+    assert choose_plda_settings(features, labels).power == of_large.power == 1.0
 
 
 def test_auto_of_one_shot_everywhere_has_the_priors_settings() -> None:
     features, labels, _ = make_task(6, [1, 1, 1], 8, dtype=torch.float64)
     variance = float(features.var(dim=0).mean())
-    assert choose_means_settings(features, labels) == MeansSettings(variance * 10**1.5, 0.1, 0.0, 14.0, "task")
-    assert choose_means_settings(features, 0 * labels) == MeansSettings(variance * 10.0, 0.1, 0.0, 1.0, "within")
-    assert choose_means_settings(torch.ones(4, 3), labels.new_tensor([0, 0, 1, 1])).beta == 10**1.5
+    assert choose_plda_settings(features, labels) == PldaSettings(variance * 10**1.5, 0.1, 0.0, 14.0, "task")
+    assert choose_plda_settings(features, 0 * labels) == PldaSettings(variance * 10.0, 0.1, 0.0, 1.0, "within")
+    assert choose_plda_settings(torch.ones(4, 3), labels.new_tensor([0, 0, 1, 1])).beta == 10**1.5

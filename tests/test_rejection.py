@@ -22,14 +22,14 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.calibration import Calibration, calibrate
+from fewshot_mahalanobis.support_set.calibration import Calibration, calibrate
 from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
+from fewshot_mahalanobis.networks.task import AdaptedTask
 from fewshot_mahalanobis.predictions import predict_all
-from fewshot_mahalanobis.rejection import (
+from fewshot_mahalanobis.support_set.unknown import (
     CentredCosineHead,
     Look,
     outlier_score,
@@ -37,8 +37,8 @@ from fewshot_mahalanobis.rejection import (
     predict_or_reject,
     rejection_threshold,
 )
-from fewshot_mahalanobis.saving import save_classifier
-from fewshot_mahalanobis.temperature import fit_temperature
+from fewshot_mahalanobis.checkpoints.classifier_file import save_classifier
+from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from tests import reference
 from tests.drawn_tasks import make_task
 from tests.tiny import LABELS, pictures, tiny_model

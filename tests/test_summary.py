@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from sklearn.exceptions import NotFittedError
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
-from fewshot_mahalanobis.summary import Confusion, summarise
+from fewshot_mahalanobis.networks.task import AdaptedTask
+from fewshot_mahalanobis.support_set.summary import Confusion, summarise
 from tests.tiny import LABELS, pictures, tiny_classifier
 
 CLASSES = np.array(["cat", "dog", "owl"])

@@ -13,7 +13,7 @@ import torch
 
 from fewshot_mahalanobis import MahalanobisClassifier, RegularizedCovariance, SimpleCNAPSClassifier
 from fewshot_mahalanobis.heads import AutoHead, EuclideanHead, MahalanobisHead
-from fewshot_mahalanobis.transduction import transductive_logits, weighted_distance
+from fewshot_mahalanobis.heads.transduction import transductive_logits, weighted_distance
 from tests.tiny import LABELS, adapting_model
 
 

@@ -16,9 +16,12 @@ from fewshot_mahalanobis.baselines.gidaris import Gidaris
 from fewshot_mahalanobis.baselines.maml import MAML
 from fewshot_mahalanobis.baselines.method import Fitted, Method
 from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
+from fewshot_mahalanobis.heads import Head
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 
 class Baseline(SimpleCNAPS):
@@ -71,10 +74,10 @@ class Baseline(SimpleCNAPS):
     def see_classes(self, sources: Sequence[ImageSource], images: int = 5) -> None:
         """Give "gidaris" the mean unit features of all classes of the training sources, from a few images each."""
         if isinstance(self.head, Gidaris):
-            task, means = self.with_film(None), []
+            network, means = self.with_film(), []
             for source in sources:
                 for indices in source.indices_of_class():
-                    means.append(F.normalize(task.features(source.network_input(indices[:images])), dim=1).mean(dim=0))
+                    means.append(F.normalize(network.features(source.network_input(indices[:images])), dim=1).mean(dim=0))
             self.head.imprint(F.normalize(torch.stack(means), dim=1))
             self.config["base_classes"] = len(means)
 
@@ -114,7 +117,20 @@ class Baseline(SimpleCNAPS):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             weights, layer = self.head.adapt(network, images, labels, self.head.steps)
         network.load_state_dict(weights, strict=False)
-        task = AdaptedTask(network, None, self.head, dtype, projection=None, device=self.device)
-        task.support_features, task.support_labels = task.features(images, batch_size), labels
-        task._state = Fitted(network.out_features, layer)
-        return task
+        adapted = AdaptedNetwork(network, None, dtype, projection=None, device=self.device)
+        head = _TrainedLayer(self.head, Fitted(network.out_features, layer))
+        return AdaptedTask(adapted, FittedHead.fit(head, Features(adapted.features(images, batch_size)), labels))
+
+
+class _TrainedLayer(Head[Any]):
+    """The layer that gradient steps have trained together with the network."""
+
+    def __init__(self, method: Head[Any], state: Any) -> None:
+        super().__init__()
+        self.method, self.state = method, state
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> Any:
+        return self.state
+
+    def logits(self, state: Any, query_features: Tensor) -> Tensor:
+        return self.method.logits(state, query_features)

@@ -19,6 +19,7 @@ and :meth:`SimpleCNAPS.from_backbone` puts any other frozen network in the place
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,15 +34,16 @@ from fewshot_mahalanobis.checkpoints.authors_state_dict import convert_published
 from fewshot_mahalanobis.checkpoints.format import save_checkpoint
 from fewshot_mahalanobis.checkpoints.hub import load_pretrained
 from fewshot_mahalanobis.checkpoints.lite_state_dict import convert_lite_state_dict, is_lite
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import Head, MahalanobisHead, make_head
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
+from fewshot_mahalanobis.heads import Head, LinearHead, MahalanobisHead, TransductiveHead, make_head
 from fewshot_mahalanobis.networks.backbone import Backbone, FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator, NetworkFilmGenerator
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
-from fewshot_mahalanobis.networks.transductive import TransductiveHead, TransductiveSetEncoder
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
+from fewshot_mahalanobis.networks.transductive import TransductiveSetEncoder
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 GENERATORS: dict[str, type[FilmGenerator] | None] = {
     "film": FilmGenerator,
@@ -177,8 +179,7 @@ class SimpleCNAPS(
         if generator is not None:
             self.film_generator = generator() if backbone is None else NetworkFilmGenerator(backbone.film_positions)
         self.projection = ProjectionNetwork(FilmResNet18.out_features) if projection else None
-        covariance = RegularizedCovariance(beta, task_covariance, one_shot_covariance)
-        self.head: Head = make_head(head, covariance=covariance, scale=scale)
+        self.head: Head = make_head(head, self.config, self.feature_extractor.out_features)
 
     def train(self, mode: bool = True) -> SimpleCNAPS:
         """Set training mode everywhere but in the frozen backbone."""
@@ -283,7 +284,35 @@ class SimpleCNAPS(
     @property
     def episode_head(self) -> Head:
         """The head for support set and queries together: ``head``, or its transductive form."""
-        return TransductiveHead(cast(MahalanobisHead, self.head)) if self.is_transductive else self.head
+        if not self.is_transductive:
+            return self.head
+        head = cast(MahalanobisHead, self.head)
+        return TransductiveHead(head.covariance.settings, head.scale)
+
+    def head_named(self, head: str | nn.Module) -> Head:
+        """Return the head that a setting of the classifiers stands for, on this model's device.
+
+        Parameters
+        ----------
+        head : str or Head
+            A name stands for the model's own head, with its weights, if that has this name; otherwise for a new head
+            with the model's settings. An object is copied.
+
+        Raises
+        ------
+        ValueError
+            There is no such head, or it has learned weights that this model lacks.
+        """
+        if isinstance(head, nn.Module):
+            return cast(Head, copy.deepcopy(head).to(self.device).eval())
+        if head == self.config["head"]:
+            return self.head
+        if head == LinearHead.name:
+            raise ValueError(
+                f"the checkpoint has no trained linear head, its head is {self.config['head']!r}: choose another head "
+                "or a checkpoint of CNAPS"
+            )
+        return make_head(head, self.config).to(self.device)
 
     @torch.no_grad()
     def adapt(
@@ -306,7 +335,7 @@ class SimpleCNAPS(
         support_labels : int64 Tensor of shape (n,)
             Classes 0 to k - 1, each with at least one image.
         query_images : Tensor of shape (m, 3, h, w), optional
-            For a transductive task encoder: all queries of the task. Then the task's logits are refined by the queries
+            All queries of the task, for a transductive task encoder. The task's logits are then refined by the queries
             given together. Without them the support set stands for them, and logits are those of ``head``.
         head : Head, optional
             Another head than the model's own.
@@ -315,13 +344,33 @@ class SimpleCNAPS(
         dtype : {torch.float32, torch.bfloat16}
             Precision of the convolutions; the head computes in float32 or better.
         batch_size : int
-            Images in work at a time; it bounds memory.
+            Images processed at a time; it bounds memory.
 
         Returns
         -------
         AdaptedTask
             Serves any number of queries.
         """
+        network = self.adapted_network(
+            support_images, support_labels, query_images=query_images, adapt=adapt, dtype=dtype, batch_size=batch_size
+        )
+        if head is None:
+            head = self.head if query_images is None else self.episode_head
+        support = Features(network.features(support_images, batch_size))
+        return AdaptedTask(network, FittedHead.fit(head, support, support_labels))
+
+    @torch.no_grad()
+    def adapted_network(
+        self,
+        support_images: Tensor,
+        support_labels: Tensor,
+        *,
+        query_images: Tensor | None = None,
+        adapt: bool = True,
+        dtype: torch.dtype = torch.float32,
+        batch_size: int = 64,
+    ) -> AdaptedNetwork:
+        """Adapt the feature extractor alone; parameters as of :meth:`adapt`."""
         _check_episode(support_images, support_labels)
         film = None
         if adapt:
@@ -332,14 +381,11 @@ class SimpleCNAPS(
                     support_labels=support_labels.to(self.device),
                     query_images=None if query_images is None else channels_last(query_images.to(self.device)),
                 )
-        task = self.with_film(film, head or (None if query_images is None else self.episode_head), dtype)
-        return task.refit(task.features(support_images, batch_size), support_labels)
+        return self.with_film(film, dtype)
 
-    def with_film(self, film: Film | None, head: Head | None = None, dtype: torch.dtype = torch.float32) -> AdaptedTask:
-        """The network with given FiLM parameters (None: as pretrained), its head not yet fitted to a support set."""
-        return AdaptedTask(
-            self.feature_extractor, film, head or self.head, dtype, projection=self.projection, device=self.device
-        )
+    def with_film(self, film: Film | None = None, dtype: torch.dtype = torch.float32) -> AdaptedNetwork:
+        """Return the feature extractor with given FiLM parameters (None: as pretrained), for inference."""
+        return AdaptedNetwork(self.feature_extractor, film, dtype, projection=self.projection, device=self.device)
 
     # ---------------------------------------------------------------- weights
 
@@ -378,7 +424,7 @@ class SimpleCNAPS(
             As above; so ``task_covariance``.
         beta : float or "auto"
             Ridge in squared feature units. The default suits features of any scale: it is chosen on each support set by
-            exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.choose.choose_settings`).
+            exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.choose.choose_beta`).
         adaptation : {"none", "film"}
             "film" adds a set encoder and a FiLM generator with random weights, to be trained by ``meta-train``.
         positions : sequence of str, optional

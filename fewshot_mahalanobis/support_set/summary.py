@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import CosineHead
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
-from fewshot_mahalanobis.temperature import fit_temperature
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 #: A label is suspect if another class is this many times as probable. On validation classes 4 gives half the
 #: false suspicions of 2 (2.4 against 4.3 of 50 images, `head="auto"`) and finds as many wrong labels (86 and 87 %).
@@ -135,21 +134,13 @@ class SupportSummary:
         return "\n".join(lines)
 
 
-def summarise(task: AdaptedTask, classes: NDArray[Any]) -> SupportSummary:
-    """Summary of a fitted task, by exact leave-one-out.
-
-    Parameters
-    ----------
-    task : AdaptedTask
-    classes : ndarray of shape (k,)
-        The labels.
-    """
-    labels = task.support_labels.cpu()
-    names = classes.tolist()
-    features = task.head_features(task.support_features)
+def summarise(fitted: FittedHead) -> SupportSummary:
+    """Summarise a fitted support set by exact leave-one-out."""
+    labels, features = fitted.labels.cpu(), fitted.support.adapted
+    names = fitted.classes.tolist()
     with torch.no_grad():
-        logits = task.head.leave_one_out_logits(features, task.support_labels).double().cpu()
-        cosines = CosineHead().leave_one_out_logits(features, task.support_labels).double().cpu()
+        logits = fitted.settled.leave_one_out_logits(features, fitted.labels).double().cpu()
+        cosines = CosineHead().leave_one_out_logits(features, fitted.labels).double().cpu()
     counts = labels.bincount(minlength=len(names))
     counted = counts[labels] > 1
     predicted = logits.argmax(dim=1)

@@ -1,14 +1,14 @@
 """Rejecting unknown classes: the outlier score of a query, and a conformal threshold.
 
-The score of a query is a sum over looks at it, each standardised,
+The score of a query is a sum of standardised terms,
 
     a(x) = sum_j w_j (a_j(x) - m_j) / s_j,    a_j(x) = -max_k l_jk(x),
 
-l_jk the similarity of the query to class k as look j has it. The first look is the head's, whose logits are minus
+where l_jk is the similarity of the query to class k in term j. The first term is the head's, whose logits are minus
 distances (Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks",
 NeurIPS 2018). The second and the third are cosines of adapted features to the class means, about zero and about the
-centre of the classes. Adapted features tell the classes of a task apart, and lose what pictures of another kind look
-like; the fourth look, the cosine in cube roots of the features of the network without adaptation, keeps it.
+centre of the classes. Adapted features separate the classes of a task, and no longer show how pictures of another kind
+differ. The fourth term, the cosine of cube roots of the features without adaptation, still does.
 
 Mean m_j, standard deviation s_j and the threshold come from the support set: each of its examples, left out of the fit,
 is a query known to belong. The threshold is the order statistic of conformal prediction (Vovk et al., "Algorithmic
@@ -18,8 +18,9 @@ Learning in a Random World", 2005), with leave-one-out in place of a split.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.inputs import class_means
 from fewshot_mahalanobis.heads import CosineHead, Head
+from fewshot_mahalanobis.support_set.features import Features
 
 #: The unknown label's type and its name, by the kind of the classes' dtype; else a string.
 _WANTED: dict[str, tuple[type, str]] = {
@@ -39,10 +41,7 @@ _WANTED: dict[str, tuple[type, str]] = {
     "f": (Real, "a number"),
 }
 
-#: w_j of the unadapted look, chosen on validation classes; the others have 1.
-_WEIGHT = 2.0
-
-#: m_j and s_j / w_j of each look.
+#: m_j and s_j / w_j of each term.
 Units = tuple[tuple[float, float], ...]
 
 
@@ -50,7 +49,7 @@ class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
     """Logits = cos(x - c, mu_k - c), c the mean of the class means mu_k; float64."""
 
     def fit(self, support_features: Tensor, support_labels: Tensor) -> tuple[Tensor, Tensor]:
-        """M_k = mu_k - c (k, d), and c (d,), of the support features (n, d), labels (n,)."""
+        """Return M_k = mu_k - c (k, d), and c (d,), for support features (n, d) and labels (n,)."""
         means = class_means(support_features.double(), support_labels)
         return means - means.mean(dim=0), means.mean(dim=0)
 
@@ -78,54 +77,115 @@ class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
         return (product / scale).masked_fill(alone & own, -torch.inf)
 
 
-class Look(NamedTuple):
-    """One look at examples."""
+class Similarity(NamedTuple):
+    """One term of the outlier score: the cosine of an example and the class means, in some features."""
 
     head: Head[Any]
-    features: Tensor  # (n, d), which the head compares with those of the support set
-    weight: float = 1.0  # w_j
+    of: Callable[[Features], Tensor]
+    weight: float  # w_j
 
 
-def looks_of(head: Head[Any], head_features: Tensor, adapted: Tensor, unadapted: Tensor) -> list[Look]:
-    """All looks at examples, by the features (n, d) that the head classifies, by adapted and by unadapted features.
-
-    Without an adapted network the last two are the same.
-    """
-    roots = unadapted.sign() * unadapted.abs().pow(1 / 3)  # a few large features no longer decide the cosine
-    return [
-        Look(head, head_features),
-        Look(CosineHead(), adapted),
-        Look(CentredCosineHead(), adapted),
-        Look(CosineHead(), roots, _WEIGHT),
-    ]
+def _cube_roots(features: Features) -> Tensor:
+    """Cube roots of the features without adaptation: a few large ones no longer decide the cosine."""
+    return features.pretrained.sign() * features.pretrained.abs().pow(1 / 3)
 
 
-def outlier_score(logits: Sequence[Tensor], units: Units | None = None) -> Tensor:
-    """Outlier score (m,) of each query, float64; larger is farther from all classes.
+#: The terms of the outlier score beside the head's own. The last weight was chosen on validation classes.
+SIMILARITIES = (
+    Similarity(CosineHead(), lambda features: features.adapted, 1.0),
+    Similarity(CentredCosineHead(), lambda features: features.adapted, 1.0),
+    Similarity(CosineHead(), _cube_roots, 2.0),
+)
+
+
+class OutlierScore:
+    """The outlier score of queries and the threshold above which they belong to no class, fitted to a support set.
 
     Parameters
     ----------
-    logits : Tensors of shape (m, k)
-        Of each look, the head's first.
-    units : optional
-        By :func:`score_units`. Without them the score is that of the head alone, minus the largest logit: for a
-        Mahalanobis head s times the squared distance to the nearest class.
+    threshold : float
+    units : sequence of (float, float), optional
+        m_j and s_j / w_j of the head's term and of each of ``SIMILARITIES``. Without them the score is the head's term
+        alone.
+    support : Features
+        Support examples, with which queries are compared.
+    labels : int64 Tensor of shape (n,)
+
+    Raises
+    ------
+    ValueError
+        A unit or the threshold is not finite, a unit is not positive, or their number is wrong.
     """
-    scores = [-look.double().amax(dim=1) for look in logits]  # a_j(x)
-    if units is None:
-        return scores[0]
-    parts = [(a - mean) / unit for a, (mean, unit) in zip(scores, units, strict=True)]
+
+    def __init__(self, threshold: float, units: Units | None, support: Features, labels: Tensor) -> None:
+        if not math.isfinite(threshold):
+            raise ValueError(f"the threshold of the outlier score must be finite, got {threshold!r}")
+        self.threshold, self.units = float(threshold), units
+        self._states: list[Any] = []
+        if units is not None:
+            if len(units) != 1 + len(SIMILARITIES) or not all(math.isfinite(m) and 0 < s < math.inf for m, s in units):
+                raise ValueError(f"the outlier score cannot have the units {units}")
+            with torch.no_grad():
+                self._states = [term.head.fit(term.of(support), labels) for term in SIMILARITIES]
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, features: Features) -> Tensor:
+        """Score (m,) of queries by the head's logits (m, k) and their features; larger is farther from all classes."""
+        if self.units is None:
+            return self.of_head(logits)
+        device = logits.device
+        terms = [
+            term.head.logits(state, term.of(features).to(device))
+            for term, state in zip(SIMILARITIES, self._states, strict=True)
+        ]
+        return standardised_sum([logits, *terms], self.units)
+
+    @staticmethod
+    def of_head(logits: Tensor) -> Tensor:
+        """Score (m,) by one term alone: minus the largest logit, a_j(x), float64."""
+        return -logits.double().amax(dim=1)
+
+    @classmethod
+    def fit(
+        cls,
+        left_out: Sequence[Tensor],
+        support: Features,
+        labels: Tensor,
+        false_rejection_rate: float,
+    ) -> OutlierScore:
+        """Fit units and threshold to left-out support examples.
+
+        Parameters
+        ----------
+        left_out : sequence of Tensors of shape (n', k)
+            Logits of left-out examples: the head's, and those of ``SIMILARITIES`` if the score has them.
+        support : Features
+        labels : int64 Tensor of shape (n,)
+        false_rejection_rate : float
+        """
+        if len(left_out) == 1:
+            return cls(rejection_threshold(cls.of_head(left_out[0]), false_rejection_rate), None, support, labels)
+        units, n = score_units(left_out), len(left_out[0])
+        # The units come from the left-out examples themselves: their squared deviations from the mean are
+        # (1 - 1 / n) s_j^2 on average, those of queries (1 + 1 / n) s_j^2.
+        scores = standardised_sum(left_out, units) * math.sqrt((n + 1) / (n - 1))
+        return cls(rejection_threshold(scores, false_rejection_rate), units, support, labels)
+
+
+def standardised_sum(logits: Sequence[Tensor], units: Units) -> Tensor:
+    """Sum (m,) of the standardised terms by the logits (m, k) of each."""
+    parts = [(OutlierScore.of_head(term) - mean) / unit for term, (mean, unit) in zip(logits, units, strict=True)]
     return torch.stack(parts).sum(dim=0)
 
 
-def score_units(logits: Sequence[Tensor], weights: Sequence[float]) -> Units:
-    """m_j and s_j / w_j of each look, by its logits (n, k) of left-out examples, of which it takes two.
+def score_units(left_out: Sequence[Tensor]) -> Units:
+    """m_j and s_j / w_j of every term by its logits (n, k) of at least two left-out examples.
 
-    Where all scores are equal but for rounding, as cosines of copies, s_j is 1.
+    s_j is 1 where all scores are equal but for rounding, as with cosines of copies.
     """
     units = []
-    for look, weight in zip(logits, weights, strict=True):
-        score = outlier_score([look])
+    for logits, weight in zip(left_out, (1.0, *(term.weight for term in SIMILARITIES)), strict=True):
+        score = OutlierScore.of_head(logits)
         mean, std = float(score.mean()), float(score.std())
         units.append((mean, (std if std > 1e-6 * abs(mean) else 1.0) / weight))
     return tuple(units)
@@ -172,17 +232,6 @@ def _level_of_caller() -> int:
     while (frame := frame and frame.f_back) and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         level += 1
     return level
-
-
-def predict_or_reject(logits: Tensor, scores: Tensor, threshold: float | None) -> NDArray[np.int64]:
-    """Index (m,) of each query's nearest class by logits (m, k); k where its outlier score (m,) is above the threshold.
-
-    A threshold of None rejects no query.
-    """
-    nearest = logits.argmax(dim=1)
-    if threshold is not None:
-        nearest = nearest.masked_fill(scores > threshold, logits.shape[1])
-    return nearest.cpu().numpy()
 
 
 def output_labels(classes: NDArray[Any], unknown_label: Any) -> NDArray[Any]:

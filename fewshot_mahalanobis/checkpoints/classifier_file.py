@@ -2,17 +2,18 @@
 
 The file has these tensors:
 
-==========================  ===========================================================================
-``model.<name>``            Weights of the pretrained model, named as in its ``state_dict``
-``film.<position>.gamma``   FiLM parameters, if the network was adapted; ``beta`` likewise
-``support_features``        Adapted features of the support images, float32 (n, d)
-``frozen_features``         Features without FiLM, where outlier scores look at them
-``support_labels``          Their classes, int64 (n,), as indices into the sorted labels
-==========================  ===========================================================================
+=======================  =====================================================================================
+``model.<name>``         Weights of the pretrained model, named as in its ``state_dict``
+``film.<position>.*``    FiLM parameters ``gamma`` and ``beta``, if the network was adapted
+``support_features``     Features of the support images, float32 (n, d)
+``unadapted_features``   Features without adaptation, if the outlier score compares them
+``support_labels``       Their classes, int64 (n,), as indices into the sorted labels
+=======================  =====================================================================================
 
 Weights and FiLM parameters are float16 where that is lossless. The metadata has ``format`` and, as JSON in
-``classifier``, a :class:`Header`. Version 1 differs in the names of FiLM parameters, ``film.<layer>.<block>.gamma1``
-and so on, and in the settings of a head.
+``classifier``, a :class:`Header`: the constructor's arguments, and what :meth:`FittedHead.kept` returns beside tensors.
+
+To change the format, raise ``VERSION`` and add a function that turns a header of the version before into the next.
 
 Nothing is unpickled, and what a file claims is compared with what the model needs before memory is spent on it.
 """
@@ -23,11 +24,10 @@ import hashlib
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,29 +37,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.calibration import Calibration, check_settings
 from fewshot_mahalanobis.checkpoints.format import check_finite, check_network, checked_settings, read_tensors
 from fewshot_mahalanobis.devices import choose_device
 from fewshot_mahalanobis.files import atomic_replace
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
-from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings
-from fewshot_mahalanobis.heads import HEADS, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.heads import describe_head, head_from_description
 from fewshot_mahalanobis.labels import checked_labels
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.refine import check_steps
+from fewshot_mahalanobis.support_set.calibration import check_settings
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
-Classifier = TypeVar("Classifier")
-
-FORMAT, VERSION = "fewshot_mahalanobis.SimpleCNAPSClassifier", 2
+FORMAT, VERSION = "fewshot_mahalanobis.SimpleCNAPSClassifier", 3
 #: Limit on the memory that a file's labels take as an array: a hostile file can claim a dtype of any width.
 MAX_LABEL_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class FittedState:
-    """What a fitted classifier consists of.
+class ClassifierState:
+    """Everything that a fitted classifier consists of, for a file or a pickle.
 
     Attributes
     ----------
@@ -67,44 +63,25 @@ class FittedState:
         Constructor arguments.
     model : SimpleCNAPS
         The pretrained model.
-    film : Film, optional
-        Its FiLM parameters for the task; None without adaptation.
-    support_features : float32 Tensor of shape (n, d)
-    support_labels : int64 Tensor of shape (n,)
-    classes : ndarray of shape (k,)
-    calibration : Calibration
-    means : MeansSettings, optional
-        What ``AutoHead`` chose.
-    frozen_features : float32 Tensor of shape (n, d), optional
-        Of the support images by the network without FiLM, where the outlier score looks at them.
+    film : Film or None
+        FiLM parameters of the task; None without adaptation.
+    fitted_head : FittedHead
     """
 
     parameters: dict[str, Any]
     model: SimpleCNAPS
     film: Film | None
-    support_features: Tensor
-    support_labels: Tensor
-    classes: NDArray[Any]
-    calibration: Calibration
-    means: MeansSettings | None = None
-    frozen_features: Tensor | None = None
+    fitted_head: FittedHead
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """Base of what the header holds: a missing, unknown or wrongly typed field is an error that names it."""
-
-
-class HeadSettings(_Record):
-    """A Mahalanobis head given as an object. Version 1 has the first three settings of its covariance as a list."""
-
-    scale: float
-    covariance: CovarianceSettings | tuple[float | str, bool, str]
+    """Base of the records of a header: a missing, unknown or wrongly typed field is an error that names it."""
 
 
 class Parameters(_Record):
-    """Constructor arguments."""
+    """Constructor arguments; a head object by its description."""
 
-    head: str | HeadSettings
+    head: str | dict[str, Any]
     adapt: bool
     precision: str
     batch_size: int
@@ -113,7 +90,6 @@ class Parameters(_Record):
     false_rejection_rate: float
     n_jobs: int | None
     verbose: int
-    refine: int | str = 0
 
 
 class Labels(_Record):
@@ -123,12 +99,19 @@ class Labels(_Record):
     classes: list[Any]
 
 
-class FittedCalibration(_Record):
-    """As :class:`~fewshot_mahalanobis.calibration.Calibration`."""
+class Fitted(_Record):
+    """What :meth:`FittedHead.kept` returns beside tensors and labels.
 
+    A name as ``head`` stands for the head that the model has or makes (``SimpleCNAPS.head_named``). ``settled`` is None
+    if it is ``head`` itself.
+    """
+
+    head: str | dict[str, Any]
+    settled: dict[str, Any] | None
     temperature: float
+    unknown_label: str | int | float | None
     threshold: float | None
-    units: tuple[tuple[float, float], ...] | None = None
+    units: tuple[tuple[float, float], ...] | None
 
 
 class Header(_Record):
@@ -140,14 +123,13 @@ class Header(_Record):
     checkpoint: str | None
     parameters: Parameters
     labels: Labels
-    calibration: FittedCalibration
-    means: MeansSettings | None = None
+    fitted: Fitted
 
 
 # -------------------------------------------------------------------- writing
 
 
-def save_classifier(state: FittedState, path: str | os.PathLike[str]) -> None:
+def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> None:
     """Write a fitted classifier to a file, which appears whole or not at all.
 
     Raises
@@ -157,36 +139,40 @@ def save_classifier(state: FittedState, path: str | os.PathLike[str]) -> None:
     OSError
         The file cannot be written.
     """
+    kept = state.fitted_head.kept()
     tensors = {f"model.{name}": tensor for name, tensor in state.model.state_dict().items()}
     tensors |= {} if state.film is None else state.film.tensors()
     tensors = {name: _smallest_lossless(tensor.detach().cpu()) for name, tensor in tensors.items()}
-    tensors["support_features"] = state.support_features.cpu().contiguous()
-    tensors["support_labels"] = state.support_labels.cpu().contiguous()
-    if state.frozen_features is not None:
-        tensors["frozen_features"] = state.frozen_features.cpu().contiguous()
-    given = state.parameters
+    support: Features = kept["support"]
+    tensors["support_features"] = support.adapted.contiguous()
+    tensors["support_labels"] = kept["labels"].contiguous()
+    if support.unadapted is not None:
+        tensors["unadapted_features"] = support.unadapted.contiguous()
+    parameters, head, settled = state.parameters, state.fitted_head.head, state.fitted_head.settled
     header = Header(
         version=VERSION,
         digest=_digest(tensors),
         model=state.model.config,
-        checkpoint=None if isinstance(given["checkpoint"], SimpleCNAPS) else os.fspath(given["checkpoint"]),
+        checkpoint=None if isinstance(parameters["checkpoint"], SimpleCNAPS) else os.fspath(parameters["checkpoint"]),
         parameters=Parameters(
-            head=_describe_head(given["head"]),
-            adapt=bool(given["adapt"]),
-            precision=given["precision"],
-            batch_size=int(given["batch_size"]),
-            temperature=given["temperature"] if given["temperature"] == "auto" else float(given["temperature"]),
-            unknown_label=given["unknown_label"],
-            false_rejection_rate=float(given["false_rejection_rate"]),
-            n_jobs=None if given["n_jobs"] is None else int(given["n_jobs"]),
-            verbose=int(given["verbose"]),
-            refine=given["refine"] if given["refine"] == "auto" else int(given["refine"]),
+            head=parameters["head"] if isinstance(parameters["head"], str) else describe_head(parameters["head"]),
+            adapt=bool(parameters["adapt"]),
+            precision=parameters["precision"],
+            batch_size=int(parameters["batch_size"]),
+            temperature=_number_or_auto(parameters["temperature"]),
+            unknown_label=parameters["unknown_label"],
+            false_rejection_rate=float(parameters["false_rejection_rate"]),
+            n_jobs=None if parameters["n_jobs"] is None else int(parameters["n_jobs"]),
+            verbose=int(parameters["verbose"]),
         ),
-        labels=Labels(state.classes.dtype.str, state.classes.tolist()),
-        calibration=FittedCalibration(*state.calibration),
-        means=state.means,
+        labels=Labels(kept["classes"].dtype.str, kept["classes"].tolist()),
+        fitted=Fitted(
+            head=state.model.config["head"] if head is state.model.head else describe_head(head),
+            settled=None if settled is head else describe_head(settled),
+            **{name: kept[name] for name in ("temperature", "unknown_label", "threshold", "units")},
+        ),
     )
-    _calibration(header)  # the checks of reading: a setting that cannot be read is not written
+    check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)  # as when it is read
     metadata = {"format": FORMAT, "classifier": json.dumps(msgspec.to_builtins(header))}
     with atomic_replace(path) as temporary:
         try:
@@ -195,18 +181,8 @@ def save_classifier(state: FittedState, path: str | os.PathLike[str]) -> None:
             raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def _describe_head(head: str | nn.Module) -> str | HeadSettings:
-    """Name of a head, or the settings of a Mahalanobis head."""
-    if isinstance(head, str):
-        return head
-    if type(head) is MahalanobisHead and type(head.covariance) is RegularizedCovariance:
-        return HeadSettings(head.scale, head.covariance.settings)
-    if type(head) in HEADS.values() and not isinstance(head, LinearHead):
-        return str(head.name)
-    raise ValueError(
-        f"a {type(head).__name__} object as head cannot be written to a file: name one of {sorted(HEADS)}, "
-        "or pickle the classifier"
-    )
+def _number_or_auto(value: Any) -> float | str:
+    return "auto" if value == "auto" else float(value)
 
 
 def _smallest_lossless(tensor: Tensor) -> Tensor:
@@ -229,18 +205,13 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 # -------------------------------------------------------------------- reading
 
 
-def load_classifier(
-    restore: Callable[[FittedState], Classifier],
-    path: str | os.PathLike[str],
-    device: str | torch.device,
-    backbone: SimpleCNAPS | nn.Module | None = None,
-) -> Classifier:
-    """Read a file that :func:`save_classifier` wrote.
+def read_classifier(
+    path: str | os.PathLike[str], device: str | torch.device, backbone: SimpleCNAPS | nn.Module | None = None
+) -> ClassifierState:
+    """Read a file that :func:`write_classifier` wrote.
 
     Parameters
     ----------
-    restore : callable
-        Makes the classifier; a ValueError or TypeError that it raises is reported as the file's fault.
     path : path
     device : str or torch.device
         Where the classifier is to run.
@@ -254,7 +225,7 @@ def load_classifier(
         The file is of another kind, of a newer version, damaged or incomplete; ``backbone`` is missing, not needed or
         another network; or there is no such device.
     ImportError
-        The network is one of timm, and timm is absent.
+        The network comes from timm, and timm is absent.
     """
     path = Path(path)
     if not path.is_file():
@@ -281,15 +252,14 @@ def load_classifier(
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
             expected["support_features"] = torch.empty(*shots[:1], model.feature_extractor.out_features)
             expected["support_labels"] = torch.empty(*shots[:1], dtype=torch.int64)
-            if "frozen_features" in names:
-                expected["frozen_features"] = expected["support_features"]
-        stored = {_name_in_file(name, header.version): name for name in expected}
-        found = read_tensors(path, {in_file: expected[name] for in_file, name in stored.items()})
-        if header.digest != _digest(found):
+            for name in ("unadapted_features", "frozen_features"):  # the second is its name in version 2
+                if name in names:
+                    expected[name] = expected["support_features"]
+        tensors = read_tensors(path, expected)
+        if header.digest != _digest(tensors):
             raise ValueError("its contents do not match their digest")
-        check_finite(path, found)
-        tensors = {name: found[in_file] for in_file, name in stored.items()}
-        return restore(_state(model, header, tensors, device, target))
+        check_finite(path, tensors)
+        return _state(model, header, tensors, device, target)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{path} is incomplete, damaged or does not fit together: {error}") from error
 
@@ -307,47 +277,76 @@ def _read_header(path: Path, text: str) -> Header:
             "upgrade fewshot_mahalanobis"
         )
     try:
-        return msgspec.convert(values, Header)
-    except msgspec.ValidationError as error:
+        return msgspec.convert(_from_version_2(values) if version == 2 else values, Header)
+    except (msgspec.ValidationError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is incomplete or damaged, its header is wrong: {error}") from error
+
+
+def _from_version_2(values: dict[str, Any]) -> dict[str, Any]:
+    """Header of version 3 for one of version 2, which had no settled head and its threshold under ``calibration``."""
+    parameters = {name: value for name, value in values["parameters"].items() if name != "refine"}
+    head = parameters["head"]
+    if isinstance(head, dict):  # only a Mahalanobis head could be an object with settings
+        parameters["head"] = {"name": "mahalanobis", **head}
+    means = values.get("means")
+    return {
+        **{name: value for name, value in values.items() if name not in ("calibration", "means")},
+        "parameters": parameters,
+        "fitted": {
+            "head": parameters["head"],
+            "settled": None if means is None else {"name": "auto", "settings": means},
+            "unknown_label": parameters["unknown_label"],
+            "units": None,
+            **values["calibration"],
+        },
+    }
 
 
 def _state(
     model: SimpleCNAPS, header: Header, tensors: Mapping[str, Tensor], device: str | torch.device, target: torch.device
-) -> FittedState:
+) -> ClassifierState:
     weights = {
         name.removeprefix("model."): tensor.float() if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
         if name.startswith("model.")
     }
     model = model.fill(weights).to(target)
-    parameters = msgspec.structs.asdict(header.parameters)
-    if isinstance(header.parameters.head, HeadSettings):
-        head = header.parameters.head
-        settings = head.covariance
-        if isinstance(settings, tuple):
-            settings = CovarianceSettings(*settings)
-        parameters["head"] = MahalanobisHead(RegularizedCovariance.of(settings), head.scale)
-    parameters["checkpoint"] = model if header.checkpoint is None else header.checkpoint
-    parameters["device"] = device
-    labels = tensors["support_labels"]
-    classes = _classes(header.labels)
-    if len(classes) != int(labels.max()) + 1:
-        raise ValueError(f"{len(classes)} labels for {int(labels.max()) + 1} classes")
-    unknown = header.parameters.unknown_label  # NumPy pads every string to the longest
+    parameters, fitted = msgspec.structs.asdict(header.parameters), header.fitted
+    check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)
+    if isinstance(header.parameters.head, dict):
+        parameters["head"] = head_from_description(header.parameters.head)
+    parameters |= {"checkpoint": model if header.checkpoint is None else header.checkpoint, "device": device}
+    labels, classes = tensors["support_labels"], _classes(header.labels)
+    if labels.numel() == 0 or int(labels.min()) < 0 or int(labels.max()) + 1 != len(classes):
+        raise ValueError(f"{len(classes)} labels for the classes of {labels.numel()} support images")
+    if not (fitted.temperature > 0 and math.isfinite(fitted.temperature)):
+        raise ValueError(f"a temperature of {fitted.temperature}")
+    if (fitted.threshold is None) != (fitted.unknown_label is None) or (fitted.units and fitted.threshold is None):
+        raise ValueError(f"a threshold of {fitted.threshold} with unknown_label={fitted.unknown_label!r}")
+    unknown = fitted.unknown_label  # NumPy pads every string to the longest
     if isinstance(unknown, str) and 4 * len(unknown) * (len(classes) + 1) > MAX_LABEL_BYTES:
         raise ValueError(f"an unknown_label of {len(unknown)} characters")
-    return FittedState(
-        parameters,
-        model,
-        Film.from_tensors(tensors).to(target) or None,
-        tensors["support_features"],
-        labels,
-        classes,
-        _calibration(header),
-        header.means,
-        tensors.get("frozen_features"),
+    head = model.head_named(fitted.head if isinstance(fitted.head, str) else head_from_description(fitted.head))
+    unadapted = tensors.get("unadapted_features", tensors.get("frozen_features"))
+    support = Features(tensors["support_features"], unadapted).to(target)
+    if fitted.settled is None:
+        settled = head.settled(support.adapted, labels.to(target))
+    else:
+        settled = head_from_description(fitted.settled).to(target)
+    fitted_head = FittedHead.from_kept(
+        {
+            "head": head,
+            "settled": settled,
+            "support": support,
+            "labels": labels.to(target),
+            "classes": classes,
+            "temperature": fitted.temperature,
+            "unknown_label": fitted.unknown_label,
+            "threshold": fitted.threshold,
+            "units": fitted.units,
+        }
     )
+    return ClassifierState(parameters, model, Film.from_tensors(tensors).to(target) or None, fitted_head)
 
 
 def _classes(labels: Labels) -> NDArray[Any]:
@@ -358,25 +357,3 @@ def _classes(labels: Labels) -> NDArray[Any]:
     if checked_labels(array, len(classes)).tolist() != classes or np.unique(array).tolist() != classes:
         raise ValueError(f"labels that are not sorted, not different or not of type {labels.dtype!r}")
     return array
-
-
-def _calibration(header: Header) -> Calibration:
-    check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)
-    check_steps(header.parameters.refine)
-    temperature, threshold = header.calibration.temperature, header.calibration.threshold
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"a temperature of {temperature}")
-    unknown = header.parameters.unknown_label
-    if (threshold is None) != (unknown is None) or (threshold and not math.isfinite(threshold)):
-        raise ValueError(f"a threshold of {threshold} with unknown_label={unknown!r}")
-    units = header.calibration.units  # none in a file from before, whose score was the head's
-    if units is not None and (
-        threshold is None or len(units) != 4 or not all(math.isfinite(m) and 0 < s < math.inf for m, s in units)
-    ):
-        raise ValueError(f"an outlier score with units {units}")
-    return Calibration(temperature, threshold, units)
-
-
-def _name_in_file(name: str, version: int) -> str:
-    """Name of a tensor in a file; "film.layers.0.1.bn2.gamma" was "film.0.1.gamma2" in version 1."""
-    return re.sub(r"^film\.layers\.(.*)\.bn(\d)\.(.*)$", r"film.\1.\3\2", name) if version == 1 else name

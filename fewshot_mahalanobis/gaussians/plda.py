@@ -37,7 +37,7 @@ from torch import Tensor
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
 from fewshot_mahalanobis.gaussians.inputs import check_support, class_means, result_dtype, working_dtype
 from fewshot_mahalanobis.gaussians.low_rank import deviations
-from fewshot_mahalanobis.temperature import temperature_fit
+from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 
 #: Candidates for log10(beta / v), v the mean variance of a feature over the support set.
 _GRID = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
@@ -60,8 +60,8 @@ _PSEUDO_EXAMPLES = 0.25
 
 
 @dataclass(frozen=True)
-class MeansSettings:
-    """Settings of the model, chosen on a support set by :func:`choose_means_settings`.
+class PldaSettings:
+    """Settings of the model, chosen on a support set by :func:`choose_plda_settings`.
 
     Attributes
     ----------
@@ -103,14 +103,14 @@ class MeansSettings:
         return RegularizedCovariance(self.beta, shared=self.shared, prior_shots=math.inf)
 
 
-class UncertainMeans:
+class Plda:
     """The model fitted to a support set, features (n, d) and labels (n,); made by ``AutoHead``.
 
     Attributes
     ----------
     gaussians : ClassGaussians
         N(m_k, P), of features to the settings' power.
-    settings : MeansSettings
+    settings : PldaSettings
     means : Tensor of shape (k, d)
         Class means of the features as they are.
     shrink, ratio : Tensor of shape (k,)
@@ -119,7 +119,7 @@ class UncertainMeans:
         Squared distances of the m_k to c.
     """
 
-    def __init__(self, features: Tensor, labels: Tensor, settings: MeansSettings) -> None:
+    def __init__(self, features: Tensor, labels: Tensor, settings: PldaSettings) -> None:
         self.settings = settings
         x = to_power(features.to(working_dtype(features)), settings.power)
         self.gaussians: ClassGaussians = settings.covariance(x, labels)
@@ -165,7 +165,7 @@ def relative_distance(to_means: Tensor, shrink: Tensor, ratio: Tensor, to_centre
     return distance / ratio + freedom * ratio.log()
 
 
-def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
+def choose_plda_settings(features: Tensor, labels: Tensor) -> PldaSettings:
     """Choose all settings of the model on a support set.
 
     log10(beta / v), v the mean variance of a feature, has a normal prior; on a coarse grid of it the leave-one-out
@@ -191,13 +191,13 @@ def choose_means_settings(features: Tensor, labels: Tensor) -> MeansSettings:
     variance = float(x.var(dim=0).mean()) if len(x) > 1 else 0.0
     unit = variance or 1.0
     if variance == 0.0 or int(counts.max()) == 1:
-        return MeansSettings(unit * 10**_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, 0.0, _ONE_SHOT_SCALE, "task")
+        return PldaSettings(unit * 10**_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, 0.0, _ONE_SHOT_SCALE, "task")
     if len(counts) == 1:
-        return MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within")
+        return PldaSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within")
     power = _chosen_power(x, labels, counts) if bool((x >= 0).all()) else 1.0
     x = to_power(x, power)
     unit, rows, left_out = float(x.var(dim=0).mean()), _left_out_rows(labels, counts), LeftOut(x, labels, counts)
-    centre = MeansSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
+    centre = PldaSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
     betas = [unit * 10**exponent for exponent in _GRID]
     fits = [_fitted(left_out, replace(centre, beta=beta), labels, rows)[1] for beta in betas]
     exponents = torch.tensor(_GRID, dtype=torch.float64)
@@ -219,7 +219,7 @@ def _chosen_power(x: Tensor, labels: Tensor, counts: Tensor) -> float:
     for power in (1.0, 0.5):
         powered = to_power(x[few], power)
         beta = float(powered.var(dim=0).mean()) * 10**_CENTRE
-        centre = MeansSettings(beta, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
+        centre = PldaSettings(beta, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
         losses[power] = _fitted(LeftOut(powered, labels, counts), centre, labels, rows)[1]
     return min(losses, key=lambda power: losses[power])
 
@@ -237,8 +237,8 @@ def _posterior(losses: Tensor, deviations: Tensor) -> Tensor:
 
 
 def _fitted(
-    left_out: LeftOut, settings: MeansSettings, labels: Tensor, rows: Tensor, share: float = 0.0
-) -> tuple[MeansSettings, float]:
+    left_out: LeftOut, settings: PldaSettings, labels: Tensor, rows: Tensor, share: float = 0.0
+) -> tuple[PldaSettings, float]:
     """Settings with f, b and the scale that suit their beta, and the leave-one-out loss per example."""
     at_beta = left_out.at(settings.beta)
     distance, spread = at_beta.moments()
@@ -248,7 +248,7 @@ def _fitted(
     return replace(settings, scale=1.0 / fit.temperature), fit.loss
 
 
-def _class_loss(left_out: LeftOut, settings: MeansSettings, labels: Tensor, rows: Tensor, share: float) -> float:
+def _class_loss(left_out: LeftOut, settings: PldaSettings, labels: Tensor, rows: Tensor, share: float) -> float:
     """Sum over classes of the mean leave-one-out loss of their examples."""
     settings, _ = _fitted(left_out, settings, labels, rows, share)
     logits, own = left_out.at(settings.beta).logits(settings, rows), labels[rows]
@@ -332,7 +332,7 @@ class _AtBeta:
         spread = (between - noise) / freedom if freedom > 0 else _MAX_SPREAD
         return freedom, min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
 
-    def logits(self, settings: MeansSettings, rows: Tensor) -> Tensor:
+    def logits(self, settings: PldaSettings, rows: Tensor) -> Tensor:
         """Exact leave-one-out logits (len(rows), k) of examples whose class has others."""
         parts, k = self.parts, len(self.parts.counts)
         y, own = parts.labels[rows], torch.zeros(len(rows), k, dtype=torch.bool, device=rows.device)
@@ -352,7 +352,7 @@ class _AtBeta:
         shots = parts.counts.to(length.dtype) - own.to(length.dtype)
         return _logits(settings, shots, x_x, x_m, m_m)
 
-    def logits_without_class(self, settings: MeansSettings, rows: Tensor) -> Tensor:
+    def logits_without_class(self, settings: PldaSettings, rows: Tensor) -> Tensor:
         """Exact leave-one-out logits of examples that are alone in their class; minus infinity for that class."""
         y, k = self.parts.labels[rows], len(self.parts.counts)
         gram_y = self._products(y, self.parts.freedom)
@@ -365,7 +365,7 @@ class _AtBeta:
         return found.scatter(1, y[:, None], -torch.inf)
 
 
-def _logits(settings: MeansSettings, shots: Tensor, x_x: Tensor, x_m: Tensor, m_m: Tensor) -> Tensor:
+def _logits(settings: PldaSettings, shots: Tensor, x_x: Tensor, x_m: Tensor, m_m: Tensor) -> Tensor:
     """Logits from inner products of x - c (m, 1) and m_k - c (m, k) under the inverse of P."""
     shrink = shots * settings.spread / (shots * settings.spread + 1)
     ratio = 1 + 1 / (shots + 1 / settings.spread)
@@ -373,7 +373,7 @@ def _logits(settings: MeansSettings, shots: Tensor, x_x: Tensor, x_m: Tensor, m_
     return -settings.scale * (distance / ratio + settings.freedom * ratio.log())
 
 
-def leave_one_out_means_logits(settings: MeansSettings, features: Tensor, labels: Tensor) -> Tensor:
+def leave_one_out_plda_logits(settings: PldaSettings, features: Tensor, labels: Tensor) -> Tensor:
     """Exact logits (n, k) of each support example by the model with these settings fitted to the others.
 
     Minus infinity where a class has no other example. ``settings.shared`` must be "within".

@@ -13,21 +13,33 @@ Nothing is presumed of the shares of the classes among the queries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.inputs import check_features, full_precision, result_dtype, working_dtype
+from fewshot_mahalanobis.gaussians.inputs import (
+    check_features,
+    class_means,
+    full_precision,
+    result_dtype,
+    working_dtype,
+)
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
-from fewshot_mahalanobis.gaussians.uncertain_means import UncertainMeans, relative_distance, to_power
-from fewshot_mahalanobis.heads import Head, MahalanobisHead
+from fewshot_mahalanobis.heads.head import Head
 
-#: What a query counts, in support images, and the most that the queries of a class count, in its support images.
+#: Weight of a query, in support images, and largest weight of all queries of a class, in its support images.
 QUERY_WEIGHT, MAX_QUERY_WEIGHT = 0.3, 3.0
-#: Refinements: at least and at most.
+#: Fewest and most refinements.
 MIN_STEPS, MAX_STEPS = 2, 10
+#: The same in Transductive CNAPS as published.
+PUBLISHED_MIN_STEPS, PUBLISHED_MAX_STEPS = 2, 4
+
+#: Query logits (m, k) -> weights (m, k) with which the queries belong to the classes.
+Weights = Callable[[Tensor], Tensor]
+#: Query logits (m, k) -> logits (m, k) by classes that are estimated anew with the queries.
+Refinement = Callable[[Tensor], Tensor]
 
 
 def soft_k_means(logits: Tensor, refined: Callable[[Tensor], Tensor], min_steps: int, max_steps: int) -> Tensor:
@@ -51,52 +63,42 @@ def soft_k_means(logits: Tensor, refined: Callable[[Tensor], Tensor], min_steps:
     return logits
 
 
-def transductive_logits(
-    head: Head[Any], state: Any, support: Tensor, labels: Tensor, queries: Tensor, temperature: float = 1.0
+def refined_by_queries(
+    start: Tensor,
+    refinement: Callable[[Tensor, Tensor, Tensor, Weights], Refinement],
+    support: Tensor,
+    labels: Tensor,
+    queries: Tensor,
+    temperature: float,
 ) -> Tensor:
     """Logits (m, k) of queries, each of which depends on all of them.
 
-    ``AutoHead`` keeps its covariance and all other settings, and gets weighted class means and counts. For
-    ``MahalanobisHead`` the covariances are weighted too (:func:`weighted_distance`).
-
     Parameters
     ----------
-    head, state : Head and what its ``fit`` gave
-    support : Tensor of shape (n, d)
+    start : Tensor of shape (m, k)
+        Logits by the support set alone.
+    refinement : callable
+        Makes the refinement of a head from the support set (n, d), its labels as one-hot rows (n, k), the queries
+        (m, d) and the function that gives their weights. Support set and queries are in a basis of their span.
+    support, queries : Tensors of shape (n, d) and (m, d)
+        In the working precision.
     labels : int64 Tensor of shape (n,)
-        What the head was fitted to.
-    queries : Tensor of shape (m, d)
-        All queries of the task.
     temperature : float
-        The assignments are the softmax of the logits divided by it.
-
-    Raises
-    ------
-    ValueError
-        The head is another one, or the queries are not finite or of another width.
+        Queries belong to classes with the probabilities softmax(logits / temperature).
     """
-    uncertain = isinstance(state, UncertainMeans)
-    if not uncertain and not isinstance(head, MahalanobisHead):
-        raise ValueError(f'transductive=True is for the heads "auto" and "mahalanobis", not {type(head).__name__}')
     check_features(queries, "query features", width=support.shape[1])
-    counts = labels.bincount().to(device=support.device, dtype=working_dtype(support))
+    if len(queries) == 0:
+        return start
+    counts = labels.bincount().to(support)
 
     def weights(logits: Tensor) -> Tensor:
         w = QUERY_WEIGHT * (logits / temperature).softmax(dim=1)
         return w * (MAX_QUERY_WEIGHT * counts / w.sum(dim=0).clamp(min=1e-12)).clamp(max=1.0)
 
     with torch.no_grad(), full_precision(queries):
-        start = head.logits(state, queries)
-        if len(queries) == 0:
-            return start
-        power = state.settings.power if uncertain else 1.0
-        x, q = _coordinates(*(to_power(f.to(working_dtype(f)), power) for f in (support, queries)))
-        one_hot = F.one_hot(labels).to(x.dtype)
-        if uncertain:
-            refined = _moved_means(state, x, one_hot, q, weights)
-        else:
-            refined = weighted_refinement(state.settings, cast(MahalanobisHead, head).scale, x, one_hot, q, weights)
-        return soft_k_means(start.to(x.dtype), refined, MIN_STEPS, MAX_STEPS).to(result_dtype(queries))
+        x, q = _coordinates(support, queries)
+        refined = refinement(x, F.one_hot(labels).to(x.dtype), q, weights)
+        return soft_k_means(start.to(x.dtype), refined, MIN_STEPS, MAX_STEPS).to(start.dtype)
 
 
 def weighted_refinement(
@@ -105,8 +107,8 @@ def weighted_refinement(
     x: Tensor,
     one_hot: Tensor,
     queries: Tensor,
-    weights: Callable[[Tensor], Tensor],
-) -> Callable[[Tensor], Tensor]:
+    weights: Weights,
+) -> Refinement:
     """The refinement of the Mahalanobis head: weighted means and covariances.
 
     Of a support set x (n, d), its labels one-hot (n, k), and queries (m, d), whose weights (m, k) follow from logits.
@@ -130,7 +132,7 @@ def weighted_distance(x: Tensor, weights: Tensor, queries: Tensor, settings: Cov
     weights : Tensor of shape (n, k)
     queries : Tensor of shape (m, d)
     settings : CovarianceSettings
-        None of them "auto".
+        Beta is a number.
     """
     counts = weights.sum(dim=0)  # N_k
     means = weights.T @ x / counts[:, None]
@@ -143,36 +145,11 @@ def weighted_distance(x: Tensor, weights: Tensor, queries: Tensor, settings: Cov
     ridge = settings.ridge * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     columns = []
     for mean, scatter, count in zip(means, scatters, counts, strict=True):
-        weight = 1.0 if settings.without_shared else count / (count + float(settings.prior_shots))  # lambda_k
+        weight = 1.0 if settings.without_shared else count / (count + settings.prior_shots)  # lambda_k
         root = torch.linalg.cholesky(weight * scatter / count + (1 - weight) * shared + ridge)  # equation 3
         whitened = torch.linalg.solve_triangular(root, (queries - mean).T, upper=False)
         columns.append(whitened.square().sum(dim=0))
     return torch.stack(columns, dim=1)
-
-
-def _moved_means(
-    state: UncertainMeans, x: Tensor, one_hot: Tensor, queries: Tensor, weights: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """The refinement of ``AutoHead``'s model: weighted means m_k and counts n_k under the same P."""
-    settings, counts = state.settings, one_hot.sum(dim=0)
-    of_support = one_hot.T @ x / counts[:, None]
-    within = settings.shared == "within"
-    centred = x - (of_support[one_hot.argmax(dim=1)] if within else x.mean(dim=0))
-    scatter = centred.T @ centred / max(len(x) - (len(counts) if within else 1), 1)
-    root = torch.linalg.cholesky(scatter + settings.beta * torch.eye(x.shape[1], dtype=x.dtype, device=x.device))  # P
-    at_means, at_queries = (torch.linalg.solve_triangular(root, z.T, upper=False).T for z in (of_support, queries))
-
-    def refined(logits: Tensor) -> Tensor:
-        w = weights(logits)
-        n = counts + w.sum(dim=0)
-        means = (counts[:, None] * at_means + w.T @ at_queries) / n[:, None]
-        shrink = n * settings.spread / (n * settings.spread + 1)  # s_k
-        ratio = 1 + 1 / (n + 1 / settings.spread)  # r_k
-        to_means = torch.cdist(at_queries, means, compute_mode="donot_use_mm_for_euclid_dist").square()
-        to_centre = (means - means.mean(dim=0)).square().sum(dim=1)
-        return -settings.scale * relative_distance(to_means, shrink, ratio, to_centre, settings.freedom)
-
-    return refined
 
 
 def _coordinates(support: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,3 +160,52 @@ def _coordinates(support: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
         everything = everything @ torch.linalg.qr(everything.T).Q
     x, q = everything.split([len(support), len(queries)])
     return x, q
+
+
+class TransductiveHead(Head[tuple[Tensor, Tensor]]):
+    """Class Gaussians refined by all queries of an episode: soft k-means with Mahalanobis distances.
+
+    An example belongs to class k with weight w_ik: 1 or 0 for the support set, softmax of the logits for queries. With
+    N_k the sum of the weights of a class, mu_k and Sigma_k are the weighted mean and covariance (divisor N_k) and
+    Q_k = N_k / (N_k + 1) Sigma_k + 1 / (N_k + 1) Sigma + beta I, Sigma the covariance of all examples. Logits are those
+    of the Mahalanobis head. Starting from the support set alone, the classes are refined until no query changes its
+    class, at least twice and at most four times.
+
+    Parameters
+    ----------
+    settings : CovarianceSettings
+    scale : float
+        As for :class:`~fewshot_mahalanobis.MahalanobisHead`; beta is the one setting of the covariance in use.
+
+    References
+    ----------
+    Bateni, Barber, van de Meent, Wood: Enhancing Few-Shot Image Classification with Unlabelled Examples. WACV 2022.
+    """
+
+    name = "transductive"
+    title = "transductive"
+    paper_title = "Transductive CNAPS"
+    is_squared_distance = True
+
+    def __init__(self, settings: CovarianceSettings, scale: float) -> None:
+        super().__init__()
+        self.settings, self.scale = settings, scale
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the support set: every set of queries refines it anew."""
+        class_means(support_features, support_labels)  # checks them
+        return support_features, support_labels
+
+    def logits(self, state: tuple[Tensor, Tensor], query_features: Tensor) -> Tensor:
+        """Logits (m, k) of the queries (m, d) of an episode, which depend on one another."""
+        support, labels = state
+        check_features(query_features, "query features", width=support.shape[1])
+        with full_precision(query_features):
+            x, queries = (f.to(working_dtype(f)) for f in (support, query_features))
+            one_hot = F.one_hot(labels).to(x.dtype)
+            start = -self.scale * weighted_distance(x, one_hot, queries, self.settings)
+            probabilities = partial(torch.softmax, dim=1)
+            refined = weighted_refinement(self.settings, self.scale, x, one_hot, queries, probabilities)
+            return soft_k_means(start, refined, PUBLISHED_MIN_STEPS, PUBLISHED_MAX_STEPS).to(
+                result_dtype(query_features)
+            )
