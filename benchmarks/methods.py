@@ -13,6 +13,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from fewshot_mahalanobis.refine import refined
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
@@ -29,7 +30,6 @@ from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.evaluation.result import Accuracy
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
-from fewshot_mahalanobis.refine import refined
 
 WAYS, QUERIES, SHOTS = 5, 10, (1, 2, 5, 10, 20, 50, 100)
 #: Sets of which no checkpoint of ours has seen a class in training.

@@ -37,7 +37,7 @@ import torch
 
 from fewshot_mahalanobis.plotting import support_influence
 
-influence = support_influence(classifier.task_, torch.from_numpy(classifier.transform(images[of[3][8:28]])))
+influence = support_influence(classifier.fitted_head_, torch.from_numpy(classifier.transform(images[of[3][8:28]])))
 print(
     "image", int(influence.mean(0).argmin()), "of the support set, whose label is", labels[influence.mean(0).argmin()]
 )

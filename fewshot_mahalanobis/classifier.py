@@ -7,6 +7,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
 from fewshot_mahalanobis.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.labels import checked_labels, label_kind
-from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.onnx_export import write_onnx, write_program
@@ -102,6 +102,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     device_ : torch.device
     model_ : SimpleCNAPS
         The pretrained model, unadapted.
+    precision_ : str
+        ``precision`` as it was when the classifier was fitted.
     task_ : AdaptedTask
         The adapted network and the fitted head.
 
@@ -122,6 +124,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
 
     device_: torch.device
     model_: SimpleCNAPS
+    precision_: str
     task_: AdaptedTask
 
     def __init__(
@@ -189,7 +192,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         unadapted = model.with_film(None, dtype) if self.unknown_label is not None and network.film else None
         support, _ = _features(network, unadapted, images, batch_size)
         fitted_head = self._fitted(head, support, targets, classes)
-        self._set(device_=device, model_=model, task_=AdaptedTask(network, fitted_head, unadapted))
+        task = AdaptedTask(network, fitted_head, unadapted)
+        self._set(device_=device, model_=model, precision_=self.precision, task_=task)
         return self
 
     def partial_fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
@@ -225,14 +229,14 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         old_codes = np.searchsorted(classes, before.classes)[before.labels.cpu().numpy()]
         codes = np.concatenate([old_codes, np.searchsorted(classes, labels)])
 
-        network, unadapted = self.task_.network, self.task_.unadapted
-        old = before.support
+        network, unadapted, old = self.task_.network, self.task_.unadapted, before.support
         if self.unknown_label is None:
             unadapted, old = None, Features(old.adapted)
         elif unadapted is None and network.film is not None:
-            raise ValueError(
-                "unknown_label was set after fit, which kept no features of the network without adaptation: fit again "
-                "to all support images"
+            warnings.warn(
+                "unknown_label was set after fit, which kept no features of the network without adaptation: unknown "
+                "images are recognised by adapted features alone. To compare both, fit again to all support images",
+                stacklevel=2,
             )
         support = Features.joined([old, *self._features(batches, network, unadapted)])
         fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), classes)
@@ -427,20 +431,21 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
 
     def _state(self) -> ClassifierState:
         check_is_fitted(self)
-        return ClassifierState(self.get_params(deep=False), self.model_, self.task_.network.film, self.fitted_head_)
+        film = self.task_.network.film
+        return ClassifierState(self.get_params(deep=False), self.model_, film, self.precision_, self.fitted_head_)
 
     @classmethod
     def _restored(cls, state: ClassifierState) -> SimpleCNAPSClassifier:
         self = cls(**state.parameters)
-        self._set_task(state.model, state.film, state.fitted_head)
+        self._restore(state)
         return self
 
-    def _set_task(self, model: SimpleCNAPS, film: Film | None, fitted_head: FittedHead) -> None:
-        """Fold the network again for a model and a fitted head on one device."""
-        dtype = choose_dtype(self.precision, model)
-        unadapted = None if fitted_head.support.unadapted is None else model.with_film(None, dtype)
-        task = AdaptedTask(model.with_film(film, dtype), fitted_head, unadapted)
-        self._set(device_=model.device, model_=model, task_=task)
+    def _restore(self, state: ClassifierState) -> None:
+        """Take a state whose parts are on one device, and fold the networks again."""
+        model, dtype = state.model, choose_dtype(state.precision, state.model)
+        unadapted = None if state.fitted_head.support.unadapted is None else model.with_film(None, dtype)
+        task = AdaptedTask(model.with_film(state.film, dtype), state.fitted_head, unadapted)
+        self._set(device_=model.device, model_=model, precision_=state.precision, task_=task)
 
     def __getstate__(self) -> dict[str, Any]:
         # On the CPU, for machines without this device. The model and the FiLM parameters give back the folded networks.
@@ -448,7 +453,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         if "task_" in state:
             film = self.task_.network.film
             film = None if film is None else film.to(torch.device("cpu"))
-            state["task_"] = ClassifierState({}, state["model_"], film, self.fitted_head_)
+            state["task_"] = ClassifierState({}, state["model_"], film, self.precision_, self.fitted_head_)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -461,7 +466,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
                 warnings.warn(f"there is no device {self.device_} here: the classifier is on the CPU", stacklevel=2)
             kept = state["task_"]
             film = None if kept.film is None else kept.film.to(device)
-            self._set_task(kept.model.to(device), film, kept.fitted_head.to(device))
+            self._restore(
+                replace(kept, model=kept.model.to(device), film=film, fitted_head=kept.fitted_head.to(device))
+            )
 
 
 def _features(

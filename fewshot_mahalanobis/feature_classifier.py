@@ -14,7 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import validate_data
 
 from fewshot_mahalanobis.gaussians.inputs import class_means
-from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, MahalanobisHead, make_head
+from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, LinearHead, MahalanobisHead, make_head
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -191,8 +191,10 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         if not isinstance(self.head, str):
             head: Head[Any] = deepcopy(self.head).eval()
         else:
+            if self.head == LinearHead.name:
+                raise ValueError('head="linear" has learned weights: it is for SimpleCNAPSClassifier with a checkpoint')
             name = MahalanobisHead.name if given and self.head == AutoHead.name else self.head
-            head = make_head(name, {**PAPER_SETTINGS, **given}, 0)
+            head = make_head(name, {**PAPER_SETTINGS, **given})
         if given and not isinstance(head, MahalanobisHead):
             raise ValueError(f'{", ".join(given)}: settings of head="mahalanobis", not of {self.head!r}')
         return head

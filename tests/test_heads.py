@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import heads
-from fewshot_mahalanobis.gaussians import uncertain_means
+from fewshot_mahalanobis.heads import mahalanobis
+from fewshot_mahalanobis.gaussians import plda
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings
-from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
+from fewshot_mahalanobis.gaussians.inputs import class_means
+from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
 from tests import reference
 from tests.drawn_tasks import make_task
 
@@ -66,17 +69,23 @@ def test_without_a_scale_mahalanobis_logits_are_minus_the_distance(task: tuple[T
 
 
 def test_a_head_is_made_by_its_name_with_the_arguments_that_are_its_own() -> None:
-    covariance = RegularizedCovariance(beta=0.3)
-    mahalanobis = heads.make_head("mahalanobis", covariance=covariance, scale=0.5, in_features=7)
-    assert isinstance(mahalanobis, MahalanobisHead)
-    assert mahalanobis.covariance is covariance
-    assert mahalanobis.scale == 0.5
-    linear = heads.make_head("linear", covariance=covariance, scale=0.5, in_features=7)
+    settings = {
+        "beta": 0.3,
+        "task_covariance": False,
+        "one_shot_covariance": "published",
+        "scale": 0.5,
+        "image_size": 84,
+    }
+    named = heads.make_head("mahalanobis", settings, in_features=7)
+    assert isinstance(named, MahalanobisHead)
+    assert named.covariance.settings == CovarianceSettings(0.3, False, "published")
+    assert named.scale == 0.5
+    linear = heads.make_head("linear", settings, in_features=7)
     assert isinstance(linear, LinearHead)
     assert linear.in_features == 7
     assert heads.make_head("linear").in_features == 512
     for name in set(HEADS) - {"mahalanobis", "linear"}:
-        assert type(heads.make_head(name, covariance=covariance, scale=0.5)) is HEADS[name]
+        assert type(heads.make_head(name, settings)) is HEADS[name]
     names = "['auto', 'cosine', 'dot_product', 'euclidean', 'linear', 'mahalanobis', 'manhattan']"
     with pytest.raises(ValueError, match=re.escape(f"head must be one of {names}, got 'nearest'")):
         heads.make_head("nearest")
@@ -194,7 +203,7 @@ def test_left_out_logits_are_those_of_the_head_fitted_to_the_others(
 
 def test_examples_are_left_out_under_settings_chosen_once_on_all_of_them() -> None:
     features, labels, _ = make_task(4, [4, 3, 5], 8, dtype=torch.float64)
-    auto = RegularizedCovariance(beta="auto", shared="auto", prior_shots="auto")
+    auto = RegularizedCovariance(beta="auto")
     chosen = auto.with_chosen_settings(features, labels)
     expected = Head.leave_one_out_logits(MahalanobisHead(chosen), features, labels)
     torch.testing.assert_close(MahalanobisHead(auto).leave_one_out_logits(features, labels), expected)
@@ -213,12 +222,21 @@ def test_the_exported_form_gives_the_heads_logits(name: str, task: tuple[Tensor,
     torch.testing.assert_close(graph(queries), logits, rtol=1e-4, atol=1e-5 * float(logits.abs().max()))
 
 
-def test_a_head_of_ones_own_need_not_have_an_exported_form() -> None:
-    class Own(Head[Tensor]):
-        pass
+def test_a_head_of_ones_own_is_exported_as_it_is() -> None:
+    class Chebyshev(Head[Tensor]):
+        def fit(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+            return class_means(support_features, support_labels)
 
-    with pytest.raises(ValueError, match=r"^a Own as head has no form as an ONNX graph: use one of the package's"):
-        Own().export(torch.zeros(1))
+        def logits(self, state: Tensor, query_features: Tensor) -> Tensor:
+            return -(query_features[:, None] - state).abs().amax(dim=2)
+
+    features, labels, queries = make_task(0, [3, 2], 5, dtype=torch.float64)
+    head = Chebyshev()
+    state = head.fit(features, labels)
+    graph = head.export(state)(queries)
+    assert graph.dtype == torch.float32
+    torch.testing.assert_close(graph.double(), head.logits(state, queries), rtol=1e-6, atol=1e-6)
+    assert (head.name, head.title) == ("Chebyshev", "Chebyshev")
 
 
 @pytest.mark.parametrize(
@@ -250,10 +268,10 @@ def test_the_exported_distance_is_the_heads_and_as_small_as_the_span_of_the_supp
 
 def test_too_many_classes_to_export_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     features, labels, _ = make_task(0, [3, 3, 3], 20)
-    monkeypatch.setattr(heads, "MAX_EXPORTED_NUMBERS", 3 * 9**2)  # nine examples
+    monkeypatch.setattr(mahalanobis, "MAX_EXPORTED_NUMBERS", 3 * 9**2)  # nine examples
     own, shared = MahalanobisHead(), MahalanobisHead(RegularizedCovariance(shared="within", prior_shots=math.inf))
     assert own.export(own.fit(features, labels)).roots.numel() == 3 * 9**2
-    monkeypatch.setattr(heads, "MAX_EXPORTED_NUMBERS", 3 * 9**2 - 1)
+    monkeypatch.setattr(mahalanobis, "MAX_EXPORTED_NUMBERS", 3 * 9**2 - 1)
     with pytest.raises(ValueError, match=r"^3 classes need a 9 x 9 matrix each, too much for an ONNX file: fit fewer"):
         own.export(own.fit(features, labels))
     assert shared.export(shared.fit(features, labels)).roots.numel() == 9**2
@@ -471,7 +489,7 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> PldaSetti
 def test_auto_chooses_what_refitting_without_each_example_says(
     shots: list[int], d: int, most: int, squared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uncertain_means, "_MAX_LEFT_OUT", most)
+    monkeypatch.setattr(plda, "_MAX_LEFT_OUT", most)
     features, labels, _ = make_task(3, shots, d, dtype=torch.float64)
     features = (features + 1.0).relu() ** (2 if squared else 1)
     found, expected = choose_plda_settings(features, labels), naive_choice(features, labels, most)
@@ -485,7 +503,7 @@ def test_auto_chooses_the_power_on_the_classes_of_most_examples(monkeypatch: pyt
     features = features.abs() + 0.1
     large = (labels == 1) | (labels == 3)
     features[large] = features[large] ** 4  # of these alone the roots are Gaussian
-    monkeypatch.setattr(uncertain_means, "_POWER_CLASSES", 2)
+    monkeypatch.setattr(plda, "_POWER_CLASSES", 2)
     of_large = choose_plda_settings(features[large], (labels[large] == 3).long())
     assert choose_plda_settings(features, labels).power == of_large.power == 0.5
     features[large] = features[large] ** 0.25

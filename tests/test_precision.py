@@ -23,7 +23,7 @@ def test_auto_is_bfloat16_where_the_device_has_it(
     native: bool, dtype: torch.dtype, model: SimpleCNAPS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "native_bfloat16", lambda device: native)
-    assert SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8, 1), LABELS).task_.dtype == dtype
+    assert SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8, 1), LABELS).task_.network.dtype == dtype
 
 
 def test_auto_leaves_other_backbones_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_the_card_tells_the_classes_the_use_and_the_accuracy_on_left_out_images(
 
     # Refitted without each image in turn, where its class has another: what the card says was found by downdating.
     images, right = coloured(LABELS, 0), 0
-    head = AutoHead(fitted.task_._state.settings)
+    head = AutoHead(fitted.fitted_head_.settled.settings)
     for i in np.flatnonzero(LABELS != "alone"):
         rest = np.arange(len(LABELS)) != i
         others = SimpleCNAPSClassifier(model_of_timm(), device="cpu", head=head).fit(images[rest], LABELS[rest])
@@ -169,7 +169,7 @@ def test_the_code_on_the_card_runs(hub: Hub, fitted: SimpleCNAPSClassifier, tmp_
 
 
 def card_of(classifier: SimpleCNAPSClassifier) -> str:
-    return model_card("user/colours", classifier._fitted_state(), classifier.summary())
+    return model_card("user/colours", classifier._state(), classifier.summary())
 
 
 def test_labels_are_text_on_the_card_whatever_markdown_makes_of_them(fitted: SimpleCNAPSClassifier) -> None:

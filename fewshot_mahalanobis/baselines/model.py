@@ -17,9 +17,9 @@ from fewshot_mahalanobis.baselines.maml import MAML
 from fewshot_mahalanobis.baselines.method import Fitted, Method
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.heads import Head
-from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
@@ -77,7 +77,9 @@ class Baseline(SimpleCNAPS):
             network, means = self.with_film(), []
             for source in sources:
                 for indices in source.indices_of_class():
-                    means.append(F.normalize(network.features(source.network_input(indices[:images])), dim=1).mean(dim=0))
+                    means.append(
+                        F.normalize(network.features(source.network_input(indices[:images])), dim=1).mean(dim=0)
+                    )
             self.head.imprint(F.normalize(torch.stack(means), dim=1))
             self.config["base_classes"] = len(means)
 

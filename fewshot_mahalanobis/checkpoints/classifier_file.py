@@ -65,12 +65,15 @@ class ClassifierState:
         The pretrained model.
     film : Film or None
         FiLM parameters of the task; None without adaptation.
+    precision : {"auto", "float32", "bfloat16"}
+        Precision of the convolutions, as asked for when the classifier was fitted.
     fitted_head : FittedHead
     """
 
     parameters: dict[str, Any]
     model: SimpleCNAPS
     film: Film | None
+    precision: str
     fitted_head: FittedHead
 
 
@@ -115,7 +118,11 @@ class Fitted(_Record):
 
 
 class Header(_Record):
-    """What a saved classifier has beside tensors. ``checkpoint`` is None for a model given as a module."""
+    """What a saved classifier has beside tensors.
+
+    ``checkpoint`` is None for a model given as a module. ``parameters`` may have been set after ``fit``; ``precision``
+    and ``fitted`` were not.
+    """
 
     version: int
     digest: str
@@ -123,6 +130,7 @@ class Header(_Record):
     checkpoint: str | None
     parameters: Parameters
     labels: Labels
+    precision: str
     fitted: Fitted
 
 
@@ -166,6 +174,7 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
             verbose=int(parameters["verbose"]),
         ),
         labels=Labels(kept["classes"].dtype.str, kept["classes"].tolist()),
+        precision=state.precision,
         fitted=Fitted(
             head=state.model.config["head"] if head is state.model.head else describe_head(head),
             settled=None if settled is head else describe_head(settled),
@@ -292,6 +301,7 @@ def _from_version_2(values: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: value for name, value in values.items() if name not in ("calibration", "means")},
         "parameters": parameters,
+        "precision": parameters["precision"],
         "fitted": {
             "head": parameters["head"],
             "settled": None if means is None else {"name": "auto", "settings": means},
@@ -346,7 +356,8 @@ def _state(
             "units": fitted.units,
         }
     )
-    return ClassifierState(parameters, model, Film.from_tensors(tensors).to(target) or None, fitted_head)
+    film = Film.from_tensors(tensors).to(target) or None
+    return ClassifierState(parameters, model, film, header.precision, fitted_head)
 
 
 def _classes(labels: Labels) -> NDArray[Any]:

@@ -69,8 +69,11 @@ class MahalanobisHead(Head[ClassGaussians]):
 
     def settled(self, support_features: Tensor, support_labels: Tensor) -> MahalanobisHead:
         """Return this head with beta as a number."""
+        covariance = self.covariance.with_chosen_settings(support_features, support_labels)
+        if covariance is self.covariance:
+            return self
         settled = copy.deepcopy(self)
-        settled.covariance = self.covariance.with_chosen_settings(support_features, support_labels)
+        settled.covariance = covariance
         return settled
 
     def transductive_logits(

@@ -93,7 +93,8 @@ class FittedHeadMixin(ClassifierMixin):
 
     def predict_log_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
         """Logarithms (m, k) of :meth:`predict_proba`, finite where a probability underflows."""
-        return self.fitted_head_.log_probabilities(self._logits(X, "predict_proba", transductive)).numpy()
+        logits = self._logits(X, "predict_proba", transductive)
+        return self.fitted_head_.log_probabilities(logits).numpy()
 
     def decision_function(self, X: Any) -> NDArray[np.floating]:
         """Logits, shape (m, k). With two classes, the log-odds of ``classes_[1]``, shape (m,).

@@ -36,7 +36,7 @@ from fewshot_mahalanobis.checkpoints import loading as loading_module
 from fewshot_mahalanobis.checkpoints.authors_weights import CACHE_VARIABLE
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE
 from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
-from fewshot_mahalanobis.networks import adapted_task
+from fewshot_mahalanobis.networks import task
 from tests.checkpoints.checkpoint_server import Server, git_blob_id, send
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 
@@ -104,11 +104,11 @@ def test_ctrl_c_at_any_line_leaves_the_old_fitted_state_or_the_new_one(method: s
             unchanged += 1
             assert (classifier.decision_function(queries) == answer).all()
         else:  # whole: every fitted array belongs to the same new task
-            assert not any(kept[name] for name in ("task_", "classes_", "class_counts_"))
+            assert not kept["task_"]
             assert kept["model_"]  # the module that was given, which nothing changes
             assert classifier.decision_function(queries).shape[:1] == (5,)
-            assert len(after["classes_"]) == len(after["class_counts_"]) == (2 if method == "fit" else 5)
-            assert after["class_counts_"].sum() == len(after["task_"].support_labels)
+            assert len(classifier.classes_) == len(classifier.class_counts_) == (2 if method == "fit" else 5)
+            assert classifier.class_counts_.sum() == len(classifier.fitted_head_.labels)
             vars(classifier).update(before)
         if done:
             break
@@ -419,8 +419,8 @@ def test_a_cpu_has_a_bounded_number_of_pixels_in_the_network_whatever_the_batch_
 ) -> None:
     for batch_size, parts in ((64, [32, 18]), (20, [20, 20, 10])):
         classifier = tiny_classifier(batch_size=batch_size)
-        monkeypatch.setattr(adapted_task, "MAX_CPU_PIXELS", 32 * classifier.model_.image_size**2)
-        network = classifier.task_._extractor
+        monkeypatch.setattr(task, "MAX_CPU_PIXELS", 32 * classifier.model_.image_size**2)
+        network = classifier.task_.network.extractor
         network.batches.clear()
         features = classifier.transform(pictures(50, 2))
         assert network.batches == parts
@@ -430,7 +430,7 @@ def test_a_cpu_has_a_bounded_number_of_pixels_in_the_network_whatever_the_batch_
 
 def test_queries_that_do_not_fit_into_cuda_memory_are_halved_with_one_warning() -> None:
     classifier, queries = tiny_classifier(batch_size=16), pictures(50, 2)
-    expected, network = classifier.decision_function(queries), classifier.task_._extractor
+    expected, network = classifier.decision_function(queries), classifier.task_.network.extractor
     network.largest_batch = 5
     for method, answer in (("decision_function", expected), ("predict", classifier.classes_[expected.argmax(axis=1)])):
         network.batches.clear()
@@ -460,10 +460,10 @@ def test_a_support_set_that_does_not_fit_into_cuda_memory_is_halved_with_one_war
 def test_an_image_that_does_not_fit_alone_is_an_error_that_changes_nothing() -> None:
     classifier, queries = tiny_classifier(), pictures(5, 2)
     before, answer = fitted_state(classifier), classifier.decision_function(queries)
-    classifier.task_._extractor.largest_batch = 0
+    classifier.task_.network.extractor.largest_batch = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         classifier.partial_fit(queries, LABELS[:5])
-    classifier.task_._extractor.largest_batch = 99
+    classifier.task_.network.extractor.largest_batch = 99
     assert all(getattr(classifier, name) is value for name, value in before.items())
     assert (classifier.decision_function(queries) == answer).all()
 
