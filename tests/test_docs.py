@@ -147,6 +147,16 @@ def test_the_citation_is_of_this_version_and_of_the_paper() -> None:
     assert citation["preferred-citation"]["title"] == "Improved Few-Shot Visual Classification"
 
 
+def test_every_link_to_a_file_of_the_repository_leads_to_one() -> None:
+    """The site's builder checks the links between its own pages; records and README have links of their own."""
+    pages = [*PAGES, *(ROOT / "benchmarks" / "results").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", page.read_text())]
+    for page, link in links:
+        if not link.startswith("auto_examples/"):  # made when the site is built
+            assert (page.parent / link).exists(), f"{page}: {link}"
+    assert {page for page, _ in links} >= {ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md"}
+
+
 def test_pages_hold_no_code_of_a_language_that_is_not_tested() -> None:
     known = {"python", "sh", "console"}
     for page in PAGES:
