@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -10,12 +9,12 @@ import numpy as np
 import torch
 
 from benchmarks import plain
-from benchmarks.record import Record, Table
+from benchmarks.record import RESULTS, Record, Table
 from benchmarks.tasks import drawn_features
 from benchmarks.timing import take_turns
 from fewshot_mahalanobis import MahalanobisHead
 
-PICTURE = Path(__file__).parents[1] / "docs" / "scaling.png"
+PICTURE = RESULTS / "scaling.png"
 #: Where nothing else is said.
 BASE = {"ways": 20, "shots": 5, "queries": 200, "d": 512}
 POINTS = {
