@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.calibration import Calibration, calibrate, check_settings
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import AutoHead, Head, LinearHead, make_head

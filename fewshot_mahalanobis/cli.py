@@ -303,7 +303,7 @@ def run_app(
         if model is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --model exclude each other: a model file has its own network")
         from fewshot_mahalanobis.app import make_page, serve
-        from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+        from fewshot_mahalanobis.checkpoints.load import load_checkpoint
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
         start = load_checkpoint(checkpoint) if model is None else SimpleCNAPSClassifier.load(model, device=device)
@@ -402,7 +402,7 @@ def download_checkpoint(
 
     Example: fewshot-mahalanobis checkpoints download simple-cnaps-meta-dataset
     """
-    from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+    from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
     with clear_errors():
         load_checkpoint(name)

@@ -38,7 +38,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.calibration import Calibration, check_settings
-from fewshot_mahalanobis.checkpoints.format import check_finite, check_network, checked_settings, read_tensors
+from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
+from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights
 from fewshot_mahalanobis.devices import choose_device
 from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
@@ -269,12 +270,8 @@ def load_classifier(
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is a safetensors file, but not one that SimpleCNAPSClassifier.save wrote")
     header = _read_header(path, metadata.get("classifier", ""))
-    if isinstance(backbone, SimpleCNAPS):
-        extractor: Any = backbone.feature_extractor
-        backbone = getattr(extractor, "network", extractor)
-    check_network(str(path), header.model, backbone, "SimpleCNAPSClassifier.load(path, backbone=network)")
+    model = model_without_weights(header.model, str(path), backbone)
     try:
-        model = SimpleCNAPS.from_config(checked_settings(header.model, "the model's settings", SimpleCNAPS), backbone)
         with torch.device("meta"):  # what the file is compared with takes no memory
             adapted = any(name.startswith("film.") for name in names)
             expected = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -315,12 +312,8 @@ def _read_header(path: Path, text: str) -> Header:
 def _state(
     model: SimpleCNAPS, header: Header, tensors: Mapping[str, Tensor], device: str | torch.device, target: torch.device
 ) -> FittedState:
-    weights = {
-        name.removeprefix("model."): tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-        if name.startswith("model.")
-    }
-    model = model.fill(weights).to(target)
+    weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    model = fill(model, weights).to(target)
     parameters = msgspec.structs.asdict(header.parameters)
     if isinstance(header.parameters.head, HeadSettings):
         head = header.parameters.head

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import binomtest
 
-from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
+from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER
 from fewshot_mahalanobis.checkpoints.hub import hub_name
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
 from fewshot_mahalanobis.saving import FittedState, save_classifier

@@ -342,7 +342,7 @@ def test_downloading_says_when_a_checkpoint_is_there_and_why_when_not(checkpoint
     def offline(name: str) -> None:
         raise DownloadError(f"could not download {name}")
 
-    monkeypatch.setattr("fewshot_mahalanobis.checkpoints.loading.load_checkpoint", offline)
+    monkeypatch.setattr("fewshot_mahalanobis.checkpoints.load.load_checkpoint", offline)
     said = run("checkpoints", "download", "simple-cnaps-meta-dataset", status=1)
     assert said == "error: could not download simple-cnaps-meta-dataset\n"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -280,13 +279,3 @@ def test_a_hostile_config_is_refused_by_from_pretrained_too(content: bytes, tmp_
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         SimpleCNAPS.from_pretrained(tmp_path)
-
-
-def test_settings_that_a_checkpoint_must_have_are_compared(tmp_path: Path) -> None:
-    model_of_timm().save_pretrained(tmp_path)
-    assert SimpleCNAPS.from_pretrained(tmp_path, beta="auto").config["beta"] == "auto"
-    with pytest.raises(ValueError, match=r"has beta='auto'; it cannot be loaded with 1\.0"):
-        SimpleCNAPS.from_pretrained(tmp_path, beta=1.0)
-    with pytest.raises(TypeError, match="'betta'"):
-        SimpleCNAPS.from_pretrained(tmp_path, betta=1.0)
-    assert "format_version" in json.loads((tmp_path / "config.json").read_text())

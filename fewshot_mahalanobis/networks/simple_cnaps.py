@@ -29,10 +29,6 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.checkpoints.authors_state_dict import convert_published_state_dict, model_from_state_dict
-from fewshot_mahalanobis.checkpoints.format import save_checkpoint
-from fewshot_mahalanobis.checkpoints.hub import load_pretrained
-from fewshot_mahalanobis.checkpoints.lite_state_dict import convert_lite_state_dict, is_lite
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import Head, MahalanobisHead, make_head
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
@@ -439,83 +435,29 @@ class SimpleCNAPS(
         ValueError
             A key is missing or unknown, or a shape differs.
         """
-        lite = is_lite(state_dict)
-        converted = (
-            convert_lite_state_dict(state_dict, image_size) if lite else convert_published_state_dict(state_dict)
-        )
-        return model_from_state_dict(cls, *converted)
+        from fewshot_mahalanobis.checkpoints.published import model_from_published_state_dict
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], network: nn.Module | None = None) -> SimpleCNAPS:
-        """A model of these settings without memory for its weights, which :meth:`fill` brings.
-
-        Neither memory nor the global random generator is spent on what a file is first compared with.
-
-        Parameters
-        ----------
-        config : mapping
-            As the attribute ``config``, its types checked.
-        network : nn.Module, optional
-            The backbone's network, where its code is the user's own. A copy is used.
-
-        Raises
-        ------
-        ValueError
-            A setting is out of its range, or timm has no such network.
-        """
-        arguments = dict(config)
-        description = arguments.pop("backbone", None)
-        if description is not None:
-            arguments["backbone"] = Backbone.described(description, config["image_size"], network)
-        with torch.device("meta"):
-            return cls(**arguments)
-
-    def fill(self, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
-        """Give a model of :meth:`from_config` its weights, all of ``state_dict()``, and set evaluation mode.
-
-        ValueError if the backbone's network computes other features than the one that was saved.
-        """
-        backbone = self.feature_extractor
-        if isinstance(backbone, Backbone):
-            backbone.materialise()
-        self.load_state_dict(weights, assign=True)
-        if isinstance(backbone, Backbone):
-            backbone.requires_grad_(False)
-            backbone.check_fingerprint()
-        return self.eval()
+        return model_from_published_state_dict(state_dict, image_size)
 
     def _save_pretrained(self, save_directory: Path) -> None:
+        from fewshot_mahalanobis.checkpoints.folder import save_checkpoint
+
         save_checkpoint(self, save_directory)
 
-    # The mixin's would parse config.json before this package has checked it.
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | Path,
-        *,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
-        token: str | bool | None = None,
-        backbone: nn.Module | None = None,
-        **settings: Any,
+        cls, pretrained_model_name_or_path: str | Path, *, backbone: nn.Module | None = None, **hub_options: Any
     ) -> SimpleCNAPS:
-        """Load a checkpoint from a folder or from the Hugging Face Hub.
+        """Load a checkpoint, as :func:`~fewshot_mahalanobis.load_checkpoint` does.
 
         Parameters
         ----------
         pretrained_model_name_or_path : str or path
-            A folder, or a repository, "user/repo" or "user/repo@revision".
-        revision : str, optional
-            Branch, tag or commit.
-        cache_dir, force_download, local_files_only, token : optional
-            As in :func:`huggingface_hub.snapshot_download`.
+            A named checkpoint, a folder, or a repository of the Hugging Face Hub, "user/repo" or "user/repo@revision".
         backbone : nn.Module, optional
-            The network, for a checkpoint of :meth:`from_backbone` on a module: the checkpoint holds its weights, not
-            its code. A copy is used.
-        **settings
-            Arguments of this class that the checkpoint must have.
+            The network, for a checkpoint of :meth:`from_backbone` on a module.
+        **hub_options
+            ``revision``, ``cache_dir``, ``force_download``, ``local_files_only`` and ``token``.
 
         Returns
         -------
@@ -524,20 +466,12 @@ class SimpleCNAPS(
 
         Raises
         ------
-        CheckpointError
-            The checkpoint cannot be found (:class:`~fewshot_mahalanobis.checkpoints.DownloadError`), is malformed or of
-            another network.
-        ValueError
-            It has other settings than ``settings``, or the name is one for :func:`load_checkpoint`.
+        CheckpointError, ValueError
+            As :func:`~fewshot_mahalanobis.load_checkpoint`.
         """
-        download = {
-            "revision": revision,
-            "cache_dir": cache_dir,
-            "token": token,
-            "force_download": force_download,
-            "local_files_only": local_files_only,
-        }
-        return load_pretrained(cls, pretrained_model_name_or_path, backbone, settings, **download)
+        from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+
+        return load_checkpoint(pretrained_model_name_or_path, backbone, **hub_options)
 
 
 def _check_episode(support_images: Tensor, support_labels: Tensor) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, saving
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint, saving
 from fewshot_mahalanobis import images as images_module
-from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
 from fewshot_mahalanobis.images import ImageBatches, ImageError, read_square_array
 
 SIDE = 16
@@ -126,7 +126,7 @@ class Checkpoints:
             weights.write_bytes(rest)
         (self.folder / "config.json").write_bytes(config)
         try:
-            model = read_checkpoint(self.folder, SimpleCNAPS)
+            model = load_checkpoint(self.folder)
         except CheckpointError as error:
             promise(str(self.folder) in str(error), "the error names the file")
         else:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fewshot_mahalanobis import SimpleCNAPS
-from fewshot_mahalanobis.checkpoints import read_checkpoint
+from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.evaluation import evaluate_source
@@ -95,7 +94,7 @@ def test_every_trained_parameter_has_a_gradient(model, images):
 
 def test_checkpoint_comes_back_and_old_settings_lack_the_key(model, tmp_path):
     model.save_pretrained(tmp_path)
-    loaded = read_checkpoint(tmp_path, SimpleCNAPS)
+    loaded = load_checkpoint(tmp_path)
     assert same_weights(loaded, model)
     assert loaded.is_transductive
     assert "task_encoder" not in SimpleCNAPS().config

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import load_checkpoint
-from fewshot_mahalanobis.checkpoints import loading
+from fewshot_mahalanobis.checkpoints import load
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, episode_rng
 from fewshot_mahalanobis.networks.backbone import Backbone
@@ -347,7 +347,7 @@ def test_the_backbone_may_be_that_of_a_checkpoint(folder, backbone, tmp_path):
 def test_a_checkpoint_on_another_network_gives_no_backbone(folder, backbone, monkeypatch):
     other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 4))
     other = SimpleCNAPS.from_backbone(other, image_size=32, mean=(0.5,) * 3, std=(0.5,) * 3)
-    monkeypatch.setattr(loading, "load_checkpoint", lambda name: other)
+    monkeypatch.setattr(load, "load_checkpoint", lambda name: other)
     with pytest.raises(ValueError, match="'other' is no FilmResNet18"):
         meta_training.starting_model(replace(meta_recipe(folder, backbone), backbone="other"))
 
