@@ -29,7 +29,6 @@ from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.data.layouts import class_split
 from fewshot_mahalanobis.evaluation.paper_figures import published_figure
 from fewshot_mahalanobis.evaluation.result import Row
-from fewshot_mahalanobis.example import photographs
 from tests.checkpoints.checkpoint_server import hub_on_this_machine
 from tests.data import trees
 
@@ -120,14 +119,29 @@ def test_the_first_picture_is_what_its_script_draws(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     script = importlib.import_module("first_task")
     classifier = script.draw(tmp_path / "drawn.png")
-    example = photographs()
-    assert classifier.predict(example.queries).tolist() == example.truth
+    queries, truth = script.pieces(script.QUERIES)
+    assert classifier.predict(queries).tolist() == truth
     drawn, kept = (
         np.asarray(Image.open(path).convert("L"), float) for path in (tmp_path / "drawn.png", script.PICTURE)
     )
     assert drawn.shape == kept.shape
     assert np.abs(drawn - kept).mean() < 2  # of 255: probabilities in the titles may differ in a digit
     assert script.PICTURE.stat().st_size < 100_000
+
+
+def test_no_query_of_the_first_picture_shares_a_pixel_with_a_support_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    script = importlib.import_module("first_task")
+    support, queries = (
+        [script.Square(*square) for of_class in squares.values() for square in of_class]
+        for squares in (script.SUPPORT, script.QUERIES)
+    )
+    assert len(support) == 25
+    for one in support:
+        for other in queries:
+            apart = max(other.left - one.left - one.side, one.left - other.left - other.side)
+            below = max(other.top - one.top - one.side, one.top - other.top - other.side)
+            assert one.photograph != other.photograph or max(apart, below) >= 0, (one, other)
 
 
 def test_the_papers_table_is_what_the_command_prints_beside_ones_own() -> None:
