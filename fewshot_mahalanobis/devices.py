@@ -10,9 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0
-from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 Result = TypeVar("Result")
@@ -39,8 +36,7 @@ def choose_dtype(precision: str, model: SimpleCNAPS) -> torch.dtype:
     """
     check_precision(precision)
     if precision == "auto":
-        network = model.feature_extractor
-        measured = isinstance(network, FilmResNet18) or (isinstance(network, Backbone) and network.timm == LITE0)
+        measured = model.feature_extractor.bfloat16_measured
         return torch.bfloat16 if measured and native_bfloat16(model.device) else torch.float32
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.calibration import Calibration, check_settings
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
-from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights
+from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.devices import choose_device
 from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
@@ -274,7 +274,7 @@ def load_classifier(
     try:
         with torch.device("meta"):  # what the file is compared with takes no memory
             adapted = any(name.startswith("film.") for name in names)
-            expected = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+            expected = {f"model.{name}": tensor for name, tensor in stored_weights(model, header.model).items()}
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
             expected["support_features"] = torch.empty(*shots[:1], model.feature_extractor.out_features)
             expected["support_labels"] = torch.empty(*shots[:1], dtype=torch.int64)

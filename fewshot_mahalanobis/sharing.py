@@ -25,7 +25,6 @@ from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER
 from fewshot_mahalanobis.checkpoints.hub import hub_name
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
 from fewshot_mahalanobis.saving import FittedState, save_classifier
 from fewshot_mahalanobis.summary import SupportSummary
 
@@ -88,12 +87,12 @@ def model_card(repo_id: str, state: FittedState, summary: SupportSummary, strips
         tags=["few-shot-learning", "image-classification", "simple-cnaps", "mahalanobis-distance"],
     )
     parameters, config = state.parameters, state.model.config
-    backbone = config.get("backbone")
-    ours = backbone is None or backbone["timm"] is not None
-    of_timm = backbone is not None and backbone["timm"] not in (None, *OWN_NETWORKS)
+    backbone = config.get("backbone", {"network": "FiLM ResNet18 of Simple CNAPS"})
+    of_timm = backbone.get("timm")
+    network = of_timm or backbone.get("network")
     head, unknown = parameters["head"], parameters["unknown_label"]
     settings: dict[str, Any] = {
-        "network": "FiLM ResNet18 of Simple CNAPS" if backbone is None else backbone["timm"] or "its author's own",
+        "network": network or "its author's own",
         "checkpoint": public_checkpoint(parameters["checkpoint"]) or "in the file",
         "adapted to the support images": "no" if state.film is None else "yes",
         "head": head if isinstance(head, str) else repr(head),
@@ -115,8 +114,8 @@ def model_card(repo_id: str, state: FittedState, summary: SupportSummary, strips
         classes=len(summary.counts),
         images=sum(summary.counts.values()),
         packages="'fewshot-mahalanobis[backbones]'" if of_timm else "fewshot-mahalanobis",
-        argument="" if ours else ", backbone=network",
-        own="" if ours else "`network` is the module whose weights are in the file; its code is not.\n\n",
+        argument="" if network else ", backbone=network",
+        own="" if network else "`network` is the module whose weights are in the file; its code is not.\n\n",
         table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),
         accuracy=_accuracy(summary, adapted=state.film is not None),
         settings=_table(("setting", "value"), [(name, _escape(value)) for name, value in settings.items()]),

@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
-from fewshot_mahalanobis.checkpoints.model import checked_settings, fill, model_without_weights
+from fewshot_mahalanobis.checkpoints.model import checked_settings, fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.files import atomic_replace
-from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Version 2 has weights in int8.
@@ -178,8 +177,8 @@ def _default_card(settings: Mapping[str, Any]) -> str:
             "Simple CNAPS on another backbone" if "positions" in backbone else "Mahalanobis head on a frozen backbone"
         )
         about = "The backbone is a custom network: `load_checkpoint(name, backbone=network)`.\n\n"
-        if backbone["timm"] in OWN_NETWORKS:
-            about = f"The backbone is `{backbone['timm']}`; the terms of its weights apply.\n\n"
+        if "network" in backbone:
+            about = f"The backbone is `{backbone['network']}`; the terms of its weights apply.\n\n"
         elif backbone["timm"] is not None:
             packages = "'fewshot-mahalanobis[backbones]'"
             about = f"The backbone is timm's `{backbone['timm']}`; the terms of those weights apply.\n\n"
@@ -198,8 +197,9 @@ def read_checkpoint(folder: str | os.PathLike[str], backbone: SimpleCNAPS | nn.M
         another network.
     """
     folder = Path(folder)
-    model = model_without_weights(read_config(folder), str(folder / CONFIG), backbone)
-    weights = read_tensors(folder / WEIGHTS, model.state_dict())
+    config = read_config(folder)
+    model = model_without_weights(config, str(folder / CONFIG), backbone)
+    weights = read_tensors(folder / WEIGHTS, stored_weights(model, config))
     check_finite(folder / WEIGHTS, weights)
     try:
         return fill(model, weights)

@@ -6,8 +6,9 @@ model needs before any memory is spent on it, and no random number is drawn for 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 import torch
@@ -15,9 +16,16 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.efficientnet import LITE0, LITE_B0, EfficientNet
+from fewshot_mahalanobis.networks.pretrained import is_timm_name, timm_network
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 Colours = Annotated[list[float], msgspec.Meta(min_length=3, max_length=3)]
+Positions = Annotated[list[str], msgspec.Meta(min_length=1)]
+Description = TypeVar("Description")
+
+#: Before 0.1.0, files had an EfficientNet as a network of timm, with this tensor that nothing needs.
+_FINGERPRINT = "feature_extractor.fingerprint"
 
 
 class BackboneSettings(msgspec.Struct, forbid_unknown_fields=True):
@@ -27,10 +35,17 @@ class BackboneSettings(msgspec.Struct, forbid_unknown_fields=True):
     features: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     mean: Colours
     std: Colours
-    positions: Annotated[list[str], msgspec.Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
+    positions: Positions | msgspec.UnsetType = msgspec.UNSET
 
 
-class ModelSettings(msgspec.Struct, forbid_unknown_fields=True):
+class EfficientNetSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """``EfficientNet.description``."""
+
+    network: Literal["efficientnet-lite0", "lite-efficientnet-b0"]
+    positions: Positions | msgspec.UnsetType = msgspec.UNSET
+
+
+class ModelSettings(msgspec.Struct, Generic[Description], forbid_unknown_fields=True):
     """``SimpleCNAPS.config``: the arguments of the model, the backbone by its description."""
 
     adaptation: str
@@ -43,7 +58,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True):
     image_size: int
     encoder_size: int | msgspec.UnsetType = msgspec.UNSET
     task_encoder: str | msgspec.UnsetType = msgspec.UNSET
-    backbone: BackboneSettings | msgspec.UnsetType = msgspec.UNSET
+    backbone: Description | msgspec.UnsetType = msgspec.UNSET
 
 
 def checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -61,11 +76,21 @@ def checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     CheckpointError
         A setting is missing, unknown or of another type. Whether its value is in range is for the model to say.
     """
+    backbone = config.get("backbone")
+    kind = EfficientNetSettings if isinstance(backbone, Mapping) and "network" in backbone else BackboneSettings
     try:
-        settings: dict[str, Any] = msgspec.to_builtins(msgspec.convert(config, ModelSettings))
+        settings: dict[str, Any] = msgspec.to_builtins(msgspec.convert(config, ModelSettings[kind]))  # type: ignore[valid-type]
     except (msgspec.ValidationError, OverflowError) as error:
         raise CheckpointError(f"{source}: {error}") from error
+    if _is_older_efficientnet(settings):
+        older = settings["backbone"]
+        positions = {"positions": older["positions"]} if "positions" in older else {}
+        settings["backbone"] = {"network": older["timm"], **positions}
     return settings
+
+
+def _is_older_efficientnet(config: Mapping[str, Any]) -> bool:
+    return config.get("backbone", {}).get("timm") in (LITE0, LITE_B0)
 
 
 def model_without_weights(
@@ -94,19 +119,55 @@ def model_without_weights(
     if isinstance(backbone, SimpleCNAPS):
         extractor: Any = backbone.feature_extractor
         backbone = getattr(extractor, "network", extractor)
-    if description is None and backbone is not None:
+    any_network = description is not None and "timm" in description
+    if backbone is not None and not any_network:
         raise CheckpointError(f"{source}: this is Simple CNAPS on its own network: it takes no other")
-    if description is not None and description["timm"] is None and backbone is None:
+    if backbone is None and any_network and description["timm"] is None:
         raise CheckpointError(
             f"{source}: the backbone is a custom network, whose code is in no file: pass it as backbone=network"
         )
     try:
         if description is not None:
-            settings["backbone"] = Backbone.described(description, settings["image_size"], backbone)
+            settings["backbone"] = _extractor(description, settings["image_size"], backbone)
         with torch.device("meta"):
             return SimpleCNAPS(**settings)
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from error
+
+
+def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Module | None) -> Backbone | EfficientNet:
+    """Make what a description describes, its weights yet to be loaded; a copy of ``network`` is used."""
+    positions = description.get("positions", ())
+    if description.get("network") == LITE0:
+        return EfficientNet.pretrained(image_size, positions)
+    if "network" in description:
+        with torch.device("meta"):
+            return EfficientNet(description["network"], image_size, positions)
+    timm = description["timm"]
+    if network is not None:
+        network = copy.deepcopy(network).float()
+    elif not is_timm_name(timm):  # a file could name "hf-hub:..." or "local-dir:...", which timm would fetch and read
+        raise ValueError(f"this version of timm has no network {timm!r}: upgrade timm")
+    else:
+        with torch.device("meta"):
+            network = timm_network(timm, image_size, pretrained=False)
+    return Backbone(
+        network,
+        description["features"],
+        image_size=image_size,
+        mean=description["mean"],
+        std=description["std"],
+        timm=timm,
+        positions=positions,
+    )
+
+
+def stored_weights(model: SimpleCNAPS, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights that a file with these settings holds: names, shapes and types."""
+    weights = model.state_dict()
+    if _is_older_efficientnet(config):
+        weights[_FINGERPRINT] = torch.empty(model.feature_extractor.out_features, device="meta")
+    return weights
 
 
 def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
@@ -116,7 +177,7 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     ----------
     model : SimpleCNAPS
     weights : mapping of str to Tensor
-        All of ``model.state_dict()``, in its shapes. The model takes the tensors themselves, floating-point ones in
+        Those of :func:`stored_weights`, in their shapes. The model takes the tensors themselves, floating-point ones in
         float32.
 
     Raises
@@ -125,11 +186,14 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
         The backbone computes other features than the one that was saved.
     """
     backbone = model.feature_extractor
-    if isinstance(backbone, Backbone):
-        backbone.materialise()
     weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in weights.items()}
+    if isinstance(backbone, EfficientNet):
+        weights.pop(_FINGERPRINT, None)
+    elif isinstance(backbone, Backbone) and any(parameter.is_meta for parameter in backbone.network.parameters()):
+        network = timm_network(str(backbone.timm), backbone.image_size, pretrained=False)  # now with memory
+        backbone.network = network.requires_grad_(False).eval()
     model.load_state_dict(weights, assign=True)
+    cast(nn.Module, model.feature_extractor).requires_grad_(False)
     if isinstance(backbone, Backbone):
-        backbone.requires_grad_(False)
         backbone.check_fingerprint()
     return model.eval()

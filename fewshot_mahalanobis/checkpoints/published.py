@@ -27,8 +27,7 @@ from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.folder import read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.files import atomic_replace, remove_leftovers
-from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE_B0
+from fewshot_mahalanobis.networks.efficientnet import LITE_B0, EfficientNet
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Environment variable: the folder for converted checkpoints.
@@ -140,7 +139,7 @@ def _converted(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def _converted_lite(state_dict: Mapping[str, Any], image_size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Arguments of the :class:`SimpleCNAPS` for LITE's weights, its backbone among them, and the weights."""
     network = {key: value for key, value in state_dict.items() if key.startswith(_NETWORK)}
-    backbone = Backbone.own(LITE_B0, image_size, network)
+    backbone = EfficientNet.of_weights(LITE_B0, network, image_size, positions=None)
     weights: dict[str, Tensor] = {_NETWORK + name: tensor for name, tensor in backbone.state_dict().items()}
     for key, value in state_dict.items():
         if match := _ENCODER.fullmatch(key):

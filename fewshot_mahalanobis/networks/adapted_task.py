@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.heads import Head
-from fewshot_mahalanobis.networks.backbone import FeatureExtractor
+from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.transduction import transductive_logits
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.gaussians.inputs import full_precision
 from fewshot_mahalanobis.networks.film import Film
-from fewshot_mahalanobis.networks.recompute import recomputed
 from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
-from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set
+from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set, recomputed
 
 #: The FiLM vectors of a block, under which their networks stand in a checkpoint.
 _VECTORS = ("gamma1", "beta1", "gamma2", "beta2")
@@ -111,9 +110,9 @@ class FilmGenerator(nn.Module):
         return torch.stack([p.square().sum() for name, p in self.named_parameters() if "scales." in name]).sum()
 
     def forward(
-        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
+        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, batch_size: int | None = None
     ) -> Film:
-        """Z (64,) -> FiLM parameters. The support images and the extractor are not looked at."""
+        """Z (64,) -> FiLM parameters. The support images and the extractor are not used."""
         with full_precision(z):
             return Film(
                 {f"layers.{j}.{name}": v for j, layer in enumerate(self.layers) for name, v in layer(z).items()}
@@ -129,14 +128,14 @@ class AutoregressiveFilmGenerator(FilmGenerator):
         self.layers = nn.ModuleList(AutoregressiveLayerGenerator(i, o) for i, o in pairwise(widths))
 
     def forward(
-        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
+        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, batch_size: int | None = None
     ) -> Film:
         """Z (64,), support images (n, 3, h, w) and the frozen network -> FiLM parameters.
 
         The support set passes through the network one layer at a time: a layer is conditioned on means over the whole
-        set, so ``chunk_size`` only bounds memory (with gradients, activations are then computed again).
+        set, so ``batch_size`` only bounds memory (with gradients, activations are then computed again).
         """
-        film, size = Film({}), chunk_size or len(support_images)
+        film, size = Film({}), batch_size or len(support_images)
         in_bounded_memory = torch.is_grad_enabled() and size < len(support_images)
         maps = [extractor.stem(chunk) for chunk in support_images.split(size)]
         for index, layer in enumerate(self.layers):
@@ -171,8 +170,8 @@ class NetworkFilmGenerator(FilmGenerator):
                 self.processors.append(nn.Sequential(*first, nn.Linear(TASK_FEATURES, width)))
                 self.scales.append(nn.Parameter(nn.init.normal_(torch.empty(width), 0.0, 0.001)))
 
-    def forward(self, z: Tensor, support_images: Tensor, extractor: nn.Module, chunk_size: int | None = None) -> Film:
-        """Z (64,) -> FiLM parameters. The support images and the extractor are not looked at."""
+    def forward(self, z: Tensor, support_images: Tensor, extractor: nn.Module, batch_size: int | None = None) -> Film:
+        """Z (64,) -> FiLM parameters. The support images and the extractor are not used."""
         with full_precision(z):
             vectors = [p(z) * scale for p, scale in zip(self.processors, self.scales, strict=True)]
         pairs = zip(vectors[::2], vectors[1::2], strict=True)

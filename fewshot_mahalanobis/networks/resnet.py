@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.networks.film import Film, FoldedConv, film_batch_norm
+from fewshot_mahalanobis.networks.film import Film, film_batch_norm
+from fewshot_mahalanobis.networks.folding import FoldedConv
 
 #: Feature maps of the four residual layers.
 LAYER_WIDTHS = (64, 128, 256, 512)
@@ -54,6 +55,7 @@ class FilmResNet18(nn.Module):
     """
 
     out_features = LAYER_WIDTHS[-1]
+    bfloat16_measured = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,18 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from fewshot_mahalanobis.networks.recompute import recomputed
+Result = TypeVar("Result")
 
 #: Length of the task representation z.
 TASK_FEATURES = 64
-#: Larger CPU chunks make every layer allocate fresh, zeroed pages.
-MAX_CPU_CHUNK = 16
+#: Larger batches on a CPU make every layer allocate fresh, zeroed pages.
+MAX_CPU_BATCH = 16
 
 
 class SetEncoder(nn.Module):
@@ -49,14 +50,14 @@ class SetEncoder(nn.Module):
         """Convolution and BatchNorm of each layer."""
         return cast("list[tuple[nn.Conv2d, nn.BatchNorm2d]]", list(zip(self.convs, self.norms, strict=True)))
 
-    def forward(self, support_images: Tensor, chunk_size: int | None = None) -> Tensor:
+    def forward(self, support_images: Tensor, batch_size: int | None = None) -> Tensor:
         """Encode a support set.
 
         Parameters
         ----------
         support_images : Tensor of shape (n, 3, h, w)
             In [-1, 1]; sides of 32 pixels or more.
-        chunk_size : int, optional
+        batch_size : int, optional
             Images in work at a time. It bounds memory, with gradients too: activations are then computed again in the
             backward pass.
 
@@ -64,17 +65,17 @@ class SetEncoder(nn.Module):
         -------
         Tensor of shape (64,)
         """
-        return mean_over_set(self.encodings(support_images, chunk_size))
+        return mean_over_set(self.encodings(support_images, batch_size))
 
-    def encodings(self, support_images: Tensor, chunk_size: int | None = None) -> Tensor:
+    def encodings(self, support_images: Tensor, batch_size: int | None = None) -> Tensor:
         """Encoding (n, 64) of each image of a set, whose mean is z."""
         if min(support_images.shape[2:]) < 2 ** len(self.convs):
             raise ValueError(f"images must be at least 32 x 32 pixels, not {tuple(support_images.shape[2:])}")
-        size, run = chunk_size or len(support_images), _called
+        size, run = batch_size or len(support_images), _called
         if torch.is_grad_enabled():
             run = recomputed if size < len(support_images) else _called
         elif support_images.device.type == "cpu":
-            size = min(size, MAX_CPU_CHUNK)
+            size = min(size, MAX_CPU_BATCH)
         chunks = list(support_images.split(size))
         for conv, norm in self.layers:
             moments = []
@@ -92,6 +93,14 @@ class SetEncoder(nn.Module):
 
 def _called(function: Callable[..., Any], *arguments: object) -> Any:
     return function(*arguments)
+
+
+def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
+    """Return ``function(*arguments)`` but keep no activations: they are computed again in the backward pass.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    """
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def mean_over_set(x: Tensor) -> Tensor:

@@ -32,9 +32,12 @@ from torch.nn import functional as F
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import Head, MahalanobisHead, make_head
 from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
-from fewshot_mahalanobis.networks.backbone import Backbone, FeatureExtractor
+from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.efficientnet import EfficientNet
+from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator, NetworkFilmGenerator
+from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
 from fewshot_mahalanobis.networks.transductive import TransductiveHead, TransductiveSetEncoder
@@ -89,8 +92,8 @@ class SimpleCNAPS(
         What makes the task representation: the mean of the support set's encodings, or the LSTM of Transductive CNAPS,
         to which the queries belong too (Bateni et al., WACV 2022). With it a forward pass also refines the classes by
         the queries (:class:`~fewshot_mahalanobis.networks.transductive.TransductiveHead`).
-    backbone : Backbone, optional
-        A frozen network in place of the FiLM ResNet18: made by :meth:`from_backbone`.
+    backbone : Backbone or EfficientNet, optional
+        A frozen network in place of the FiLM ResNet18, as :meth:`from_backbone` makes it.
 
     Attributes
     ----------
@@ -120,7 +123,7 @@ class SimpleCNAPS(
         image_size: int = 84,
         encoder_size: int | None = None,
         task_encoder: str = "mean",
-        backbone: Backbone | None = None,
+        backbone: Backbone | EfficientNet | None = None,
     ) -> None:
         super().__init__()
         if adaptation not in GENERATORS:
@@ -192,7 +195,7 @@ class SimpleCNAPS(
     def task_representation(
         self,
         support_images: Tensor,
-        chunk_size: int | None = None,
+        batch_size: int | None = None,
         *,
         support_labels: Tensor | None = None,
         query_images: Tensor | None = None,
@@ -202,11 +205,11 @@ class SimpleCNAPS(
             raise ValueError("this model does not adapt: it has no set encoder")
         support = self.encoder_input(support_images)
         if not self.is_transductive:
-            return self.set_encoder(support, chunk_size)
+            return self.set_encoder(support, batch_size)
         if support_labels is None:
             raise ValueError("this model's task encoder is transductive: it needs support_labels")
         queries = None if query_images is None else self.encoder_input(query_images)
-        return self.set_encoder(support, support_labels, queries, chunk_size)
+        return self.set_encoder(support, support_labels, queries, batch_size)
 
     def encoder_input(self, images: Tensor) -> Tensor:
         """Images (n, 3, h, w) at the size that the set encoder sees."""
@@ -218,7 +221,7 @@ class SimpleCNAPS(
     def film_parameters(
         self,
         support_images: Tensor,
-        chunk_size: int | None = None,
+        batch_size: int | None = None,
         *,
         support_labels: Tensor | None = None,
         query_images: Tensor | None = None,
@@ -229,7 +232,7 @@ class SimpleCNAPS(
         ----------
         support_images : Tensor of shape (n, 3, h, w)
             In [-1, 1].
-        chunk_size : int, optional
+        batch_size : int, optional
             Images in work at a time, to bound memory.
         support_labels, query_images : Tensor, optional
             Of shapes (n,) and (m, 3, h, w), for a transductive task encoder: it needs the labels. Without queries the
@@ -238,9 +241,9 @@ class SimpleCNAPS(
         if self.film_generator is None:
             return None
         z = self.task_representation(
-            support_images, chunk_size, support_labels=support_labels, query_images=query_images
+            support_images, batch_size, support_labels=support_labels, query_images=query_images
         )
-        return self.film_generator(z, support_images, self.feature_extractor, chunk_size)
+        return self.film_generator(z, support_images, self.feature_extractor, batch_size)
 
     def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
         """Logits of one episode, differentiable with respect to every trained parameter.
@@ -398,18 +401,21 @@ class SimpleCNAPS(
             cannot be copied or cannot read such images; its output is no features, not finite, or depends on the other
             images of a batch; FiLM cannot follow one of ``positions``.
         """
-        make = Backbone.from_timm if isinstance(backbone, str) else Backbone.from_module
-        at = positions if adaptation == "film" else ()
-        wrapped = make(backbone, image_size=image_size, mean=mean, std=std, positions=at)  # type: ignore[arg-type]
+        settings: Any = {"image_size": image_size, "mean": mean, "std": std}
+        settings["positions"] = positions if adaptation == "film" else ()
+        if isinstance(backbone, str):
+            extractor: Backbone | EfficientNet = pretrained_extractor(backbone, **settings)
+        else:
+            extractor = Backbone.from_module(backbone, **settings)
         return cls(
             adaptation=adaptation,
             head=head,
             scale=scale,
             beta=beta,
             task_covariance=task_covariance,
-            image_size=wrapped.image_size,
+            image_size=extractor.image_size,
             encoder_size=encoder_size,
-            backbone=wrapped,
+            backbone=extractor,
         ).eval()
 
     @classmethod

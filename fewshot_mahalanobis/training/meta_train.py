@@ -25,9 +25,9 @@ from fewshot_mahalanobis.baselines.model import Baseline, checked_baseline_setti
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.model import checked_settings
 from fewshot_mahalanobis.heads import MahalanobisHead
-from fewshot_mahalanobis.networks.backbone import is_network_name
 from fewshot_mahalanobis.networks.efficientnet import LITE0
 from fewshot_mahalanobis.networks.generators import LayerGenerator
+from fewshot_mahalanobis.networks.pretrained import is_pretrained_name
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training.lite import lite_logits
@@ -127,7 +127,7 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
     from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
     # A name of ours is that of a checkpoint even where timm has it too.
-    by_name = recipe.backbone == LITE0 or (recipe.backbone not in CHECKPOINTS and is_network_name(recipe.backbone))
+    by_name = recipe.backbone == LITE0 or (recipe.backbone not in CHECKPOINTS and is_pretrained_name(recipe.backbone))
     make: Callable[..., SimpleCNAPS] = SimpleCNAPS.from_backbone if by_name else SimpleCNAPS
     settings, given = {"adaptation": "film", "beta": 1.0, **recipe.model}, {"backbone"}
     if recipe.method is not None:
