@@ -78,8 +78,7 @@ classifier.predict(query_images)
 |---|---|
 {settings}
 
-Still to be told here: what it was trained on, the licence of that data and of these weights, and
-measured accuracies.
+To be added: what it was trained on, the licence of that data and of these weights, and measured accuracies.
 """
 
 
@@ -280,13 +279,16 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
     try:
         # The library compares the header's sizes with the file's before it allocates anything.
         with safe_open(path, framework="pt", device="cpu") as file:
-            found = set(file.keys())
-            types = {name: file.get_slice(name).get_dtype() for name in found}
+            stored_names = set(file.keys())
+            types = {name: file.get_slice(name).get_dtype() for name in stored_names}
             weights = {name: tensor for name, tensor in expected.items() if tensor.is_floating_point()}
             quantised = [name for name, weight in weights.items() if weight.ndim > 1 and types.get(name) == "I8"]
             scales = {name + _SCALE: weights[name].new_empty(len(weights[name])) for name in quantised}
             expected = {**expected, **scales}
-            for kind, names in (("missing", expected.keys() - found), ("unexpected", found - expected.keys())):
+            for kind, names in (
+                ("missing", expected.keys() - stored_names),
+                ("unexpected", stored_names - expected.keys()),
+            ):
                 if names:
                     raise CheckpointError(
                         f"{path}: {len(names)} tensors are {kind} for the settings that come with them, {min(names)!r} "

@@ -56,7 +56,7 @@ def _snapshot(repo_id: str, revision: str | None, files: Sequence[str], **option
 
 
 def hub_classifier(repo_id: str, *, token: str | bool | None = None) -> Path:
-    """Download a fitted classifier ("user/repo" or "user/repo@revision"); returns the file.
+    """Download a fitted classifier ("user/repo" or "user/repo@revision") and return the file.
 
     DownloadError as for :func:`hub_checkpoint`, or if the repository holds no fitted classifier.
     """
@@ -66,7 +66,7 @@ def hub_classifier(repo_id: str, *, token: str | bool | None = None) -> Path:
 
 
 def classifier_file(folder: Path, name: str) -> Path:
-    """Where the fitted classifier in ``folder`` is; DownloadError if there is none."""
+    """Return the file of the fitted classifier in ``folder``; DownloadError if there is none."""
     if not (folder / CLASSIFIER).is_file():
         raise DownloadError(
             f"{name!r} holds no fitted classifier, which would be the file {CLASSIFIER}. If it is a checkpoint, "
@@ -76,10 +76,10 @@ def classifier_file(folder: Path, name: str) -> Path:
 
 
 def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | bool | None, message: str) -> str:
-    """Push the files of ``folder`` to a repository in one commit; returns the address of the commit.
+    """Push the files of ``folder`` to a repository in one commit and return the address of the commit.
 
-    The repository is made if it is absent. UploadError without permission or connection, or for a name that no
-    repository can have. Nothing was committed then.
+    The repository is created if it does not exist. UploadError without permission or connection, or if ``repo_id`` is
+    not a valid name; nothing is committed then.
     """
     try:
         api = huggingface_hub.HfApi(token=token)

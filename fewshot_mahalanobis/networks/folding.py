@@ -47,9 +47,9 @@ class FoldedConv(nn.Module):
     channels_last, in ``dtype`` if that is given. Not an ``nn.Conv2d``, which would draw initial weights: that takes
     longer than folding.
 
-    A convolution of stride 2 with TensorFlow's "same" padding pads both ends of an odd side alike. Of an even side it
-    pads one less at the start, which a kernel with a row of zeros before the first, at equal padding, does too, without
-    a padded copy of the maps.
+    A convolution of stride 2 with TensorFlow's "same" padding pads both ends of an odd side alike, and an even side by
+    one less at the start. A kernel with a row of zeros before the first does the same at equal padding, without a
+    padded copy of the maps.
     """
 
     @torch.no_grad()

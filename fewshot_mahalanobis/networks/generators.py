@@ -1,8 +1,8 @@
 """The FiLM generators psi_phi: task representation -> FiLM parameters of every block of the network.
 
 Bateni et al., CVPR 2020, appendix on CNAPS; Requeima et al., NeurIPS 2019. The generator proper conditions
-every residual layer on z alone. The auto-regressive one conditions layer j also on what the support set
-looks like after the already adapted layers 1 to j - 1.
+every residual layer on z alone. The auto-regressive one conditions layer j also on the support set's
+activations after the already adapted layers 1 to j - 1.
 
 Both compute in float32 under autocast too: a gamma of 1.002 would round to 1, and to round weights that are multiplied
 by one vector takes longer than to multiply.
@@ -62,7 +62,7 @@ class _BlockProcessors(nn.Module):
             self.scales.append(scales)
 
     def film(self, h: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """The vector that the layer is conditioned on -> FiLM parameters of its blocks, "0.bn1" to "1.bn2"."""
+        """Vector h that the layer is conditioned on -> FiLM parameters of its blocks, "0.bn1" to "1.bn2"."""
         film = {}
         for number, (networks, scales) in enumerate(zip(self.processors, self.scales, strict=True)):
             v = {name: networks[name](h) * scales[name] for name in _VECTORS}  # type: ignore[index]
@@ -137,15 +137,15 @@ class AutoregressiveFilmGenerator(FilmGenerator):
         """
         film, size = Film({}), batch_size or len(support_images)
         in_bounded_memory = torch.is_grad_enabled() and size < len(support_images)
-        maps = [extractor.stem(chunk) for chunk in support_images.split(size)]
+        maps = [extractor.stem(images) for images in support_images.split(size)]
         for index, layer in enumerate(self.layers):
-            activations = torch.cat([chunk.float().mean(dim=(2, 3)) for chunk in maps])
+            activations = torch.cat([batch.float().mean(dim=(2, 3)) for batch in maps])
             with full_precision(z):
                 new = {f"layers.{index}.{name}": vectors for name, vectors in layer(z, activations).items()}
             film = Film({**film, **new})
             if index + 1 < len(self.layers):
                 step = partial(recomputed, extractor.layer) if in_bounded_memory else extractor.layer
-                maps = [step(index, chunk, film) for chunk in maps]
+                maps = [step(index, batch, film) for batch in maps]
         return film
 
 

@@ -14,7 +14,7 @@ Transductive CNAPS  ``task_encoder="transductive"``
 Equation 2 as is    ``scale=0.5``
 ==================  ========================================================
 
-and :meth:`SimpleCNAPS.from_backbone` puts any other frozen network in the place of the ResNet18.
+:meth:`SimpleCNAPS.from_backbone` replaces the ResNet18 by any other frozen network.
 """
 
 from __future__ import annotations
@@ -87,18 +87,18 @@ class SimpleCNAPS(
     image_size : int
         Side of the square images the network was trained on, in pixels.
     encoder_size : int, optional
-        Side that images are resized to for the set encoder, in pixels; by default it sees them as they are.
+        Side that images are resized to for the set encoder, in pixels. By default they are not resized.
     task_encoder : {"mean", "transductive"}
-        What makes the task representation: the mean of the support set's encodings, or the LSTM of Transductive CNAPS,
-        to which the queries belong too (Bateni et al., WACV 2022). With it a forward pass also refines the classes by
-        the queries (:class:`~fewshot_mahalanobis.networks.transductive.TransductiveHead`).
+        How the task representation is computed: as the mean of the support set's encodings, or by the LSTM of
+        Transductive CNAPS, which reads the queries too (Bateni et al., WACV 2022). With "transductive" a forward pass
+        also refines the classes by the queries (:class:`~fewshot_mahalanobis.networks.transductive.TransductiveHead`).
     backbone : Backbone or EfficientNet, optional
         A frozen network in place of the FiLM ResNet18, as :meth:`from_backbone` makes it.
 
     Attributes
     ----------
     config : dict
-        The arguments above, the backbone by its description: what ``config.json`` of a checkpoint holds.
+        The arguments above, with a description in place of the backbone: what ``config.json`` of a checkpoint holds.
 
     Notes
     -----
@@ -187,7 +187,7 @@ class SimpleCNAPS(
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(itertools.chain(self.parameters(), self.buffers())).device
 
     # ---------------------------------------------------------------- the method
@@ -200,7 +200,7 @@ class SimpleCNAPS(
         support_labels: Tensor | None = None,
         query_images: Tensor | None = None,
     ) -> Tensor:
-        """Z = g_phi(S): support images (n, 3, h, w) in [-1, 1] -> (64,). For the rest see :meth:`film_parameters`."""
+        """Task representation z = g_phi(S), shape (64,); the parameters are those of :meth:`film_parameters`."""
         if self.set_encoder is None:
             raise ValueError("this model does not adapt: it has no set encoder")
         support = self.encoder_input(support_images)
@@ -212,7 +212,7 @@ class SimpleCNAPS(
         return self.set_encoder(support, support_labels, queries, batch_size)
 
     def encoder_input(self, images: Tensor) -> Tensor:
-        """Images (n, 3, h, w) at the size that the set encoder sees."""
+        """Resize images (n, 3, h, w) to ``encoder_size``."""
         side = self.encoder_size
         if side is None or tuple(images.shape[2:]) == (side, side):
             return images
@@ -233,10 +233,11 @@ class SimpleCNAPS(
         support_images : Tensor of shape (n, 3, h, w)
             In [-1, 1].
         batch_size : int, optional
-            Images in work at a time, to bound memory.
-        support_labels, query_images : Tensor, optional
-            Of shapes (n,) and (m, 3, h, w), for a transductive task encoder: it needs the labels. Without queries the
-            support set stands for them.
+            Process at most this many images at a time, to bound memory.
+        support_labels : int64 Tensor of shape (n,), optional
+            Required by a transductive task encoder, otherwise ignored.
+        query_images : Tensor of shape (m, 3, h, w), optional
+            Read by a transductive task encoder. By default the support images are used in their place.
         """
         if self.film_generator is None:
             return None
@@ -281,7 +282,7 @@ class SimpleCNAPS(
 
     @property
     def episode_head(self) -> Head:
-        """The head for support set and queries together: ``head``, or its transductive form."""
+        """Head that classifies all queries of an episode together: ``head``, or its transductive form."""
         return TransductiveHead(cast(MahalanobisHead, self.head)) if self.is_transductive else self.head
 
     @torch.no_grad()
@@ -363,18 +364,18 @@ class SimpleCNAPS(
         Parameters
         ----------
         backbone : str or nn.Module
-            The name of a pretrained network of timm ("resnet18.a1_in1k"), whose weights timm fetches, or
-            "efficientnet-lite0", whose weights are a dependency; or any module
-            that turns normalised images (n, 3, s, s) into features (n, d) or (n, d, 1, 1), its classification layer
-            cut off. Of a module a copy is used, in float32; it always runs in evaluation mode, without gradients of its
-            parameters.
+            Name of a pretrained network of timm ("resnet18.a1_in1k"), whose weights timm fetches;
+            "efficientnet-lite0", whose weights are a dependency; or any module that turns normalised images
+            (n, 3, s, s) into features (n, d) or (n, d, 1, 1), without its classification layer. A module is copied, in
+            float32; the copy always runs in evaluation mode, without gradients of its parameters.
         image_size : int
-            Side s of the square that images are resized to, in pixels. For a name, by default what timm says.
+            Side s of the square that images are resized to, in pixels. For a name, the default is timm's.
         mean, std : sequences of 3 floats
-            By channel, on images from 0 to 1: the network reads (image - mean) / std. Defaults as for ``image_size``.
+            Per channel, for images from 0 to 1: the network reads (image - mean) / std. For a name, the defaults are
+            timm's.
         head : {"mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"}
-        scale : float
-            As above; so ``task_covariance``.
+        scale, task_covariance
+            As for the class.
         beta : float or "auto"
             Ridge in squared feature units. The default suits features of any scale: it is chosen on each support set by
             exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.choose.choose_settings`).
@@ -385,7 +386,7 @@ class SimpleCNAPS(
             convolutional network, the first one, those behind convolutions larger than 1 x 1, and the last one; in a
             transformer, every one.
         encoder_size : int, optional
-            Side that images are resized to for the set encoder, in pixels; by default it sees them as they are.
+            Side that images are resized to for the set encoder, in pixels. By default they are not resized.
 
         Returns
         -------
@@ -395,11 +396,11 @@ class SimpleCNAPS(
         Raises
         ------
         ImportError
-            A name was given, and timm is absent.
+            ``backbone`` is a name of timm, which is not installed.
         ValueError
-            timm has no such network or cannot fetch it; a module came without ``image_size``, ``mean`` and ``std``,
-            cannot be copied or cannot read such images; its output is no features, not finite, or depends on the other
-            images of a batch; FiLM cannot follow one of ``positions``.
+            timm has no such network or cannot fetch it; ``image_size``, ``mean`` or ``std`` of a module is missing; the
+            module cannot be copied or cannot read such images; its output is not features, not finite, or depends on
+            the other images of a batch; or FiLM cannot follow one of ``positions``.
         """
         settings: Any = {"image_size": image_size, "mean": mean, "std": std}
         settings["positions"] = positions if adaptation == "film" else ()
@@ -425,16 +426,16 @@ class SimpleCNAPS(
         Parameters
         ----------
         state_dict : mapping of str to Tensor
-            Of Simple CNAPS, Simple AR-CNAPS, their "no adaptation" form, CNAPS, AR-CNAPS, a bare
-            pretrained ResNet18 of theirs (read as "no adaptation"), of Transductive CNAPS (WACV 2022), or of LITE's
-            Simple CNAPS on EfficientNet-B0 (Bronskill et al., NeurIPS 2021); told apart by their keys.
+            Weights of Simple CNAPS, Simple AR-CNAPS, their "no adaptation" form, CNAPS, AR-CNAPS, the bare pretrained
+            ResNet18 (read as "no adaptation"), Transductive CNAPS (WACV 2022), or LITE's Simple CNAPS on
+            EfficientNet-B0 (Bronskill et al., NeurIPS 2021). The keys tell which.
         image_size : int
-            Of LITE's weights, which do not tell it: side of the images they were trained on, in pixels.
+            Side of the images that LITE's weights were trained on, in pixels; other models do not use it.
 
         Returns
         -------
         SimpleCNAPS
-            In evaluation mode, with s = 1 and, but for Transductive CNAPS, ``one_shot_covariance="published"``.
+            In evaluation mode, with s = 1 and, except for Transductive CNAPS, ``one_shot_covariance="published"``.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The parts of Transductive CNAPS that Simple CNAPS has not: the queries describe the task, and refine its classes.
+"""What Transductive CNAPS adds to Simple CNAPS: the queries describe the task too, and refine its classes.
 
 Bateni, Barber, van de Meent & Wood, "Enhancing Few-Shot Image Classification with Unlabelled Examples", WACV 2022.
 """

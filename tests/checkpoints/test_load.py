@@ -79,7 +79,7 @@ def test_file_in_place_of_its_folder_is_told_apart(saved):
 
 @pytest.mark.parametrize("name", [3, None, b"default"])
 def test_name_of_another_type_is_a_type_error(name):
-    with pytest.raises(TypeError, match="str or a path"):
+    with pytest.raises(TypeError, match="must be a str or a path"):
         load_checkpoint(name)
 
 

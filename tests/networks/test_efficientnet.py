@@ -25,7 +25,7 @@ from fewshot_mahalanobis.networks.efficientnet import (
     LITE_B0,
     PACKAGE,
     EfficientNet,
-    Layers,
+    EfficientNetLayers,
     lite0_weights,
     load_in_order_,
 )
@@ -57,7 +57,7 @@ def fitted(model: SimpleCNAPS) -> SimpleCNAPSClassifier:
 )
 def test_our_networks_are_those_of_timm(name, theirs, sides):
     torch.manual_seed(0)
-    ours, wanted = Layers(name == LITE_B0).eval(), timm.create_model(theirs, num_classes=0).eval()
+    ours, wanted = EfficientNetLayers(name == LITE_B0).eval(), timm.create_model(theirs, num_classes=0).eval()
     shapes = [{key: tensor.shape for key, tensor in network.state_dict().items()} for network in (ours, wanted)]
     assert list(shapes[0].items()) == list(shapes[1].items())
     ours.load_state_dict(wanted.state_dict())
@@ -124,7 +124,7 @@ def drawn_network(name: str) -> EfficientNet:
     """Random weights, BatchNorms that have seen something, and FiLM at every one of them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = EfficientNet(name, 64, positions=[*affine_norms(Layers(name == LITE_B0))])
+        network = EfficientNet(name, 64, positions=[*affine_norms(EfficientNetLayers(name == LITE_B0))])
         for norm in network.modules():
             if isinstance(norm, nn.BatchNorm2d):
                 norm.running_mean.normal_(0.0, 0.1)
@@ -205,7 +205,7 @@ def test_files_of_before_0_1_0_that_describe_it_as_a_network_of_timm_are_read(na
     if name == LITE0:
         model = SimpleCNAPS.from_backbone(LITE0, image_size=64, adaptation="film")
     else:
-        backbone = EfficientNet.of_weights(LITE_B0, Layers(True).state_dict(), 64, None)
+        backbone = EfficientNet.of_weights(LITE_B0, EfficientNetLayers(True).state_dict(), 64, None)
         model = SimpleCNAPS(image_size=64, backbone=backbone).eval()
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
