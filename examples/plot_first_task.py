@@ -2,8 +2,8 @@
 A first task
 ============
 
-Five images of each digit are enough to classify others. ``fit`` adapts the pretrained network to them in one forward pass,
-without training.
+Five images of each digit are enough to classify others. ``fit`` adapts the pretrained network to them in one forward
+pass, without training.
 """
 
 # %%

@@ -48,7 +48,7 @@ search.cv_results_["mean_test_score"]
 # Pipelines
 # ---------
 #
-# At the end of a pipeline the classifier follows steps that prepare the images. This step crops one column on each side.
+# At the end of a pipeline the classifier follows steps that prepare the images. This one crops a column on each side.
 
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
