@@ -374,11 +374,13 @@ class SimpleCNAPS(
             Per channel, for images from 0 to 1: the network reads (image - mean) / std. For a name, the defaults are
             timm's.
         head : {"mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"}
-        scale, task_covariance
+        scale : float
             As for the class.
         beta : float or "auto"
             Ridge in squared feature units. The default suits features of any scale: it is chosen on each support set by
             exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.choose.choose_settings`).
+        task_covariance : bool
+            As for the class.
         adaptation : {"none", "film"}
             "film" adds a set encoder and a FiLM generator with random weights, to be trained by ``meta-train``.
         positions : sequence of str, optional
