@@ -1,4 +1,4 @@
-"""Against what an experienced user does by hand, the frozen network and LogisticRegression: docs/comparison.md.
+"""Against what an experienced user does by hand, the frozen network and LogisticRegression: docs/which_method.md.
 
     python -m benchmarks.by_hand DATA_DIR
 

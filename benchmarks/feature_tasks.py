@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.record import Record
 from benchmarks.tasks import image_sets
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.checkpoints.table import DEFAULT
+from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import Episode
 

@@ -24,7 +24,7 @@ from benchmarks.feature_tasks import test_sets
 from benchmarks.record import Record, Table
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.baselines import METHODS
-from fewshot_mahalanobis.checkpoints.table import DEFAULT
+from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng

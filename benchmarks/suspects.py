@@ -1,4 +1,4 @@
-"""How well ``summary`` finds support images that are wrong: docs/results.md.
+"""How well ``summary`` finds support images that are wrong: benchmarks/results/suspects.md.
 
     python -m benchmarks.suspects DATA_DIR
 

@@ -2,12 +2,12 @@
 Which support images a prediction relies on
 ===========================================
 
-A prediction rests on few images, so each can be left out and the head fitted again. The change of the predicted label's
-log-probability is that image's influence. It is exact, not an approximation.
+A prediction depends on few images, so each can be left out and the head fitted again. The influence of an image is the
+change of the log-probability of the predicted label. It is exact, not an approximation.
 """
 
 # %%
-# A task with one support image mislabelled on purpose: a 3 that is called an 8.
+# In this task one support image is mislabelled on purpose: a 3 has the label 8.
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -23,15 +23,15 @@ labels = np.array([3] * 5 + [8] + [5] * 5 + [8] * 5)
 classifier = SimpleCNAPSClassifier().fit(images[support], labels)
 
 # %%
-# Top: the support images that speak for the predicted label of a query. Bottom: those that speak against it. The title
-# of each is its label and its influence in nats.
+# Top: the support images that support the predicted label of a query. Bottom: those that speak against it. The title of
+# each is its label and its influence in nats.
 
 from fewshot_mahalanobis.plotting import plot_support_influence
 
 axes = plot_support_influence(classifier, images[support], images[of[3][8]])
 
 # %%
-# The same as numbers, averaged over many queries. Other 3s: which support image speaks most against their labels?
+# Averaged over many queries: which support image speaks most against the labels of other 3s?
 
 import torch
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.example import photographs
-from fewshot_mahalanobis.images import read_or_reason, to_square_array
+from fewshot_mahalanobis.images import ImageBatches, ImageError, to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.review import most_useful
 
@@ -153,11 +153,15 @@ class Bench:
 
     def _read(self, files: Sequence[str]) -> tuple[list[NDArray[np.uint8]], dict[str, str]]:
         """Pictures, and what is wrong with files that are none; ValueError if all are."""
-        found = {file: read_or_reason(file, self.image_size) for file in files}
-        problems = {Path(file).name: read for file, read in found.items() if isinstance(read, str)}
-        if len(problems) and len(problems) == len({Path(file).name for file in files}):
+        if not files:
+            return [], {}
+        files, errors = [*dict.fromkeys(files)], list[ImageError]()
+        batches = ImageBatches(files, self.image_size, on_error=errors.append)
+        pictures = [picture for batch in batches.decoded() for picture in batch.pixels]
+        problems = {Path(files[error.index]).name: error.reason for error in errors if error.index is not None}
+        if not pictures:
             raise ValueError("Nothing was added. " + "; ".join(f"{name}: {why}" for name, why in problems.items()))
-        return [read for read in found.values() if not isinstance(read, str)], problems
+        return pictures, problems
 
     def _keep(self, kept: Sequence[bool]) -> None:
         pairs = [pair for pair, keep in zip(zip(self.images, self.names, strict=True), kept, strict=True) if keep]

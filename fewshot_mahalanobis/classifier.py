@@ -22,7 +22,7 @@ from torch import nn
 
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, read_classifier, write_classifier
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.labels import checked_labels, label_kind

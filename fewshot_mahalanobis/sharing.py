@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import binomtest
 
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, write_classifier
-from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER
+from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER
 from fewshot_mahalanobis.checkpoints.hub import hub_name
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
 from fewshot_mahalanobis.support_set.summary import SupportSummary
 
 #: Side of a thumbnail and the space between two, in pixels; most thumbnails of a class.
@@ -94,12 +93,12 @@ def model_card(
         tags=["few-shot-learning", "image-classification", "simple-cnaps", "mahalanobis-distance"],
     )
     parameters, config = state.parameters, state.model.config
-    backbone = config.get("backbone")
-    ours = backbone is None or backbone["timm"] is not None
-    of_timm = backbone is not None and backbone["timm"] not in (None, *OWN_NETWORKS)
+    backbone = config.get("backbone", {"network": "FiLM ResNet18 of Simple CNAPS"})
+    of_timm = backbone.get("timm")
+    network = of_timm or backbone.get("network")
     head, unknown = parameters["head"], state.fitted_head.unknown_label
     settings: dict[str, Any] = {
-        "network": "FiLM ResNet18 of Simple CNAPS" if backbone is None else backbone["timm"] or "its author's own",
+        "network": network or "its author's own",
         "checkpoint": public_checkpoint(parameters["checkpoint"]) or "in the file",
         "adapted to the support images": "no" if state.film is None else "yes",
         "head": head if isinstance(head, str) else repr(head),
@@ -121,8 +120,8 @@ def model_card(
         classes=len(summary.counts),
         images=sum(summary.counts.values()),
         packages="'fewshot-mahalanobis[backbones]'" if of_timm else "fewshot-mahalanobis",
-        argument="" if ours else ", backbone=network",
-        own="" if ours else "`network` is the module whose weights are in the file; its code is not.\n\n",
+        argument="" if network else ", backbone=network",
+        own="" if network else "`network` is the module whose weights are in the file; its code is not.\n\n",
         table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),
         accuracy=_accuracy(summary, adapted=state.film is not None),
         settings=_table(("setting", "value"), [(name, _escape(value)) for name, value in settings.items()]),

@@ -17,7 +17,6 @@ from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import MahalanobisHead
 from tests.drawn_tasks import make_task
 
-
 AUTO = CovarianceSettings("auto")
 
 

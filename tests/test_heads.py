@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import heads
-from fewshot_mahalanobis.heads import mahalanobis
 from fewshot_mahalanobis.gaussians import plda
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.inputs import class_means
 from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
-from fewshot_mahalanobis.gaussians.inputs import class_means
-from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead, mahalanobis
 from tests import reference
 from tests.drawn_tasks import make_task
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -15,6 +18,8 @@ from fewshot_mahalanobis.baselines import METHODS
 from fewshot_mahalanobis.baselines.gidaris import Gidaris
 from fewshot_mahalanobis.baselines.maml import MAML
 from fewshot_mahalanobis.baselines.method import Fitted, Method
+from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.checkpoints.folder import WEIGHTS, check_finite, read_config, read_tensors, write_folder
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
@@ -22,6 +27,50 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+
+
+class BaselineSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """``Baseline.config``."""
+
+    head: str
+    image_size: int
+    base_classes: int
+
+
+def checked_baseline_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return ``config`` if it has every setting of a baseline, each of its type, and no more; or CheckpointError."""
+    try:
+        return msgspec.structs.asdict(msgspec.convert(config, BaselineSettings))
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+
+
+def save_baseline(baseline: Baseline, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+    """Write a trained method with its card; the arguments are those of ``checkpoints.folder.write_folder``."""
+    settings = checked_baseline_settings(baseline.config, "baseline.config")
+    write_folder(folder, settings, baseline.state_dict(), dtype=dtype, card=baseline.card)
+
+
+def read_baseline(folder: Path) -> Baseline:
+    """Read a method that ``meta-train --method`` trained.
+
+    Raises
+    ------
+    CheckpointError
+        A file is missing, malformed or not a trained method's.
+    """
+    settings = checked_baseline_settings(read_config(folder), str(folder))
+    try:
+        with torch.device("meta"):
+            baseline = Baseline(**settings)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    expected = baseline.state_dict()
+    weights = read_tensors(folder / WEIGHTS, expected)
+    check_finite(folder / WEIGHTS, weights)
+    baseline.load_state_dict({name: weight.to(expected[name].dtype) for name, weight in weights.items()}, assign=True)
+    baseline.eval()
+    return baseline
 
 
 class Baseline(SimpleCNAPS):

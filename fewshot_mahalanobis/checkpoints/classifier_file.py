@@ -37,7 +37,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.checkpoints.format import check_finite, check_network, checked_settings, read_tensors
+from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
+from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.devices import choose_device
 from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.heads import describe_head, head_from_description
@@ -249,15 +250,11 @@ def read_classifier(
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is a safetensors file, but not one that SimpleCNAPSClassifier.save wrote")
     header = _read_header(path, metadata.get("classifier", ""))
-    if isinstance(backbone, SimpleCNAPS):
-        extractor: Any = backbone.feature_extractor
-        backbone = getattr(extractor, "network", extractor)
-    check_network(str(path), header.model, backbone, "SimpleCNAPSClassifier.load(path, backbone=network)")
+    model = model_without_weights(header.model, str(path), backbone)
     try:
-        model = SimpleCNAPS.from_config(checked_settings(header.model, "the model's settings", SimpleCNAPS), backbone)
         with torch.device("meta"):  # what the file is compared with takes no memory
             adapted = any(name.startswith("film.") for name in names)
-            expected = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+            expected = {f"model.{name}": tensor for name, tensor in stored_weights(model, header.model).items()}
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
             expected["support_features"] = torch.empty(*shots[:1], model.feature_extractor.out_features)
             expected["support_labels"] = torch.empty(*shots[:1], dtype=torch.int64)
@@ -315,12 +312,8 @@ def _from_version_2(values: dict[str, Any]) -> dict[str, Any]:
 def _state(
     model: SimpleCNAPS, header: Header, tensors: Mapping[str, Tensor], device: str | torch.device, target: torch.device
 ) -> ClassifierState:
-    weights = {
-        name.removeprefix("model."): tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-        if name.startswith("model.")
-    }
-    model = model.fill(weights).to(target)
+    weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    model = fill(model, weights).to(target)
     parameters, fitted = msgspec.structs.asdict(header.parameters), header.fitted
     check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)
     if isinstance(header.parameters.head, dict):

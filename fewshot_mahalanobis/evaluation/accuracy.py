@@ -195,8 +195,10 @@ def evaluate_episodes(
             seen: dict[str, Any] = {"query_images": query_images} if model.is_transductive else {}
             images = source.network_input(episode.support)
             task = model.adapt(images, labels, dtype=dtype, batch_size=batch_size, **seen)
-            network = task.network
-            features[True] = tuple(network.unprojected_features(x, batch_size) for x in (images, query_images))
+            support_features, query_features = (
+                task.network.unprojected_features(x, batch_size) for x in (images, query_images)
+            )
+            features[True] = support_features, query_features
         for variant in variants:
             support_features, query_features = (f.to(model.device) for f in features[variant.adapt])
             with torch.no_grad():

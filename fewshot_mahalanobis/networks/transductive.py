@@ -1,4 +1,4 @@
-"""The parts of Transductive CNAPS that Simple CNAPS has not: the queries describe the task, and refine its classes.
+"""What Transductive CNAPS adds to Simple CNAPS: the queries describe the task too, and refine its classes.
 
 Bateni, Barber, van de Meent & Wood, "Enhancing Few-Shot Image Classification with Unlabelled Examples", WACV 2022.
 """
@@ -30,11 +30,11 @@ class TransductiveSetEncoder(SetEncoder):
         self.lstm = nn.LSTM(TASK_FEATURES, TASK_FEATURES, num_layers=2)
 
     def forward(  # type: ignore[override]
-        self, support_images: Tensor, support_labels: Tensor, query_images: Tensor | None, chunk_size: int | None = None
+        self, support_images: Tensor, support_labels: Tensor, query_images: Tensor | None, batch_size: int | None = None
     ) -> Tensor:
         """Encode a task. Without queries the support set stands for them."""
-        support = self.encodings(support_images, chunk_size)
-        queries = support if query_images is None else self.encodings(query_images, chunk_size)
+        support = self.encodings(support_images, batch_size)
+        queries = support if query_images is None else self.encodings(query_images, batch_size)
         with full_precision(support):
             means = class_means(support, support_labels)
             outputs, _ = self.lstm(torch.stack([mean_over_set(means), mean_over_set(queries)]))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance, SimpleCNAPS, SimpleCNAPSClassifier
 from fewshot_mahalanobis.checkpoints import CheckpointError
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.gaussians.choose import choose_beta
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.heads import EuclideanHead
@@ -310,7 +310,7 @@ def test_the_file_of_a_classifier_on_a_module_says_that_it_needs_the_module(
     fitted: SimpleCNAPSClassifier, tmp_path: Path
 ) -> None:
     fitted.save(tmp_path / "colours.safetensors")
-    with pytest.raises(CheckpointError, match=r"SimpleCNAPSClassifier\.load\(path, backbone=network\)"):
+    with pytest.raises(CheckpointError, match="pass it as backbone=network"):
         SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors")
     with pytest.raises(ValueError, match=r"missing|unexpected|shape"):
         SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", backbone=Returns(lambda features: features))

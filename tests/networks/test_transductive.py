@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fewshot_mahalanobis import SimpleCNAPS
-from fewshot_mahalanobis.checkpoints import read_checkpoint
+from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.evaluation import evaluate_source
@@ -81,7 +80,8 @@ def test_adapting_without_queries_takes_the_support_set_for_them(model, images):
     stated = model.adapt(images[:5], LABELS, query_images=images[:5])
     assert torch.equal(alone.fitted_head.support.adapted, stated.fitted_head.support.adapted)
     assert not torch.equal(
-        alone.fitted_head.support.adapted, model.adapt(images[:5], LABELS, query_images=images[5:]).fitted_head.support.adapted
+        alone.fitted_head.support.adapted,
+        model.adapt(images[:5], LABELS, query_images=images[5:]).fitted_head.support.adapted,
     )
 
 
@@ -95,7 +95,7 @@ def test_every_trained_parameter_has_a_gradient(model, images):
 
 def test_checkpoint_comes_back_and_old_settings_lack_the_key(model, tmp_path):
     model.save_pretrained(tmp_path)
-    loaded = read_checkpoint(tmp_path, SimpleCNAPS)
+    loaded = load_checkpoint(tmp_path)
     assert same_weights(loaded, model)
     assert loaded.is_transductive
     assert "task_encoder" not in SimpleCNAPS().config

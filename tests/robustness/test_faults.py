@@ -26,16 +26,15 @@ import pytest
 import torch
 from torch import nn
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint, saving
+from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis import classifier as classifier_module
 from fewshot_mahalanobis import images as images_module
-from fewshot_mahalanobis.checkpoints import CheckpointError, authors_weights, save_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, published, save_checkpoint
 from fewshot_mahalanobis.checkpoints import download as download_module
-from fewshot_mahalanobis.checkpoints import format as format_module
-from fewshot_mahalanobis.checkpoints import loading as loading_module
-from fewshot_mahalanobis.checkpoints.authors_weights import CACHE_VARIABLE
+from fewshot_mahalanobis.checkpoints import folder as folder_module
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
+from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
 from fewshot_mahalanobis.networks import task
 from tests.checkpoints.checkpoint_server import Server, git_blob_id, send
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
@@ -164,7 +163,7 @@ def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path, monkeypatch: py
         temporary.write_bytes(b"half of it")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(saving, "save_file", half_then_killed)
+    monkeypatch.setattr(classifier_file, "save_file", half_then_killed)
     process = forked(tiny_classifier().save, path)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -189,7 +188,7 @@ def test_a_kill_at_any_step_of_saving_a_checkpoint_never_mixes_old_and_new(
             os.kill(os.getpid(), signal.SIGKILL)
         replace(*arguments)
 
-    monkeypatch.setattr(format_module.os, "replace", killed)
+    monkeypatch.setattr(folder_module.os, "replace", killed)
     process = forked(lambda: save_checkpoint(model, tmp_path, card="new"))
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -216,15 +215,14 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
         (folder / "model.safetensors").write_bytes(model.numpy().tobytes())
         (folder / "config.json").write_text("{}")
 
-    def read(folder: Path, model_class: object) -> bytes:
+    def read(folder: Path) -> bytes:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is not whole")
         return (folder / "model.safetensors").read_bytes()
 
-    converter = SimpleNamespace(from_published_state_dict=lambda state_dict, image_size: state_dict["weights"])
-    monkeypatch.setattr(loading_module, "SimpleCNAPS", converter)
-    monkeypatch.setattr(authors_weights, "save_checkpoint", save)
-    monkeypatch.setattr(authors_weights, "read_checkpoint", read)
+    monkeypatch.setattr(published, "model_from_published_state_dict", lambda weights, image_size: weights["weights"])
+    monkeypatch.setattr(published, "save_checkpoint", save)
+    monkeypatch.setattr(published, "read_checkpoint", read)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(LOCAL_COPIES_VARIABLE, raising=False)
     monkeypatch.setattr(download_module, "TIMEOUT", (5.0, 5.0))
@@ -276,7 +274,7 @@ def test_a_kill_in_mid_conversion_leaves_a_cache_that_works_without_another_down
         os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(authors_weights, "save_checkpoint", half_then_killed)
+        patch.setattr(published, "save_checkpoint", half_then_killed)
         process = forked(load_checkpoint, NAME)
         process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -300,7 +298,6 @@ def test_offline_with_a_warm_cache_no_connection_is_attempted(
         monkeypatch.setattr(socket.socket, name, refused)
     monkeypatch.setattr(socket, "getaddrinfo", refused)
     assert load_checkpoint(NAME) == light.expected  # type: ignore[comparison-overlap]
-    monkeypatch.setattr(loading_module, "SimpleCNAPS", SimpleCNAPS)
     assert load_checkpoint("default").config["adaptation"] == "film"
     assert attempts == []
 

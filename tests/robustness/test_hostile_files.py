@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint, saving
-from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, save_checkpoint
 from fewshot_mahalanobis.data.sources import load_source
 
 SIZE = 32
@@ -98,7 +98,7 @@ class Forgery:
 @pytest.fixture
 def forgery(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forgery:
     forged = Forgery(saved, tmp_path / "forged.safetensors")
-    monkeypatch.setattr(saving, "_digest", lambda tensors: forged.json["digest"])
+    monkeypatch.setattr(classifier_file, "_digest", lambda tensors: forged.json["digest"])
     return forged
 
 
@@ -237,7 +237,7 @@ def test_a_wrong_field_is_refused_without_memory_for_it(
 def test_an_answer_for_unknown_images_that_cannot_be_is_refused(
     unknown: Any, threshold: float, message: str, forgery: Forgery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "MAX_LABEL_BYTES", 2**12)
+    monkeypatch.setattr(classifier_file, "MAX_LABEL_BYTES", 2**12)
     forgery.json["parameters"]["unknown_label"] = unknown
     forgery.json["calibration"]["threshold"] = threshold
     assert_refused(forgery.write(), message)
@@ -390,7 +390,7 @@ def test_a_number_that_no_float_holds_or_no_method_takes_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config).replace('"here"', value))
     os.link(checkpoint / "model.safetensors", tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_checkpoint(tmp_path, SimpleCNAPS)
+        load_checkpoint(tmp_path)
 
 
 def test_a_file_of_many_empty_tensors_is_refused_by_their_number(checkpoint: Path, tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_a_file_of_many_empty_tensors_is_refused_by_their_number(checkpoint: Pat
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="missing") as caught:
-        read_checkpoint(tmp_path, SimpleCNAPS)
+        load_checkpoint(tmp_path)
     assert len(str(caught.value)) < 1000
 
 

@@ -50,7 +50,7 @@ from fewshot_mahalanobis import (
     load_folder,
 )
 from fewshot_mahalanobis import classifier as classifier_module
-from fewshot_mahalanobis.checkpoints.format import save_checkpoint
+from fewshot_mahalanobis.checkpoints.folder import save_checkpoint
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Variant, evaluate_source
 from fewshot_mahalanobis.heads import HEADS, LinearHead

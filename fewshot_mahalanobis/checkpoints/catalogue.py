@@ -1,4 +1,4 @@
-"""The named checkpoints: data, not code."""
+"""The catalogue of named checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 # file storage), and this host serves a blob at a commit directly, without a redirect or a web page.
 _PUBLISHED = "https://raw.githubusercontent.com/plai-group/simple-cnaps/{revision}/model-checkpoints/{path}"
 _PUBLISHED_REVISION = "9487356a92bfbbb000f529e43baf5ea59314c4e2"
-#: Checkpoint -> data set or task -> accuracy and half-width: measured, of two of the authors' the paper's table 1.
+#: Checkpoint -> data set or task -> accuracy and half-width; for two published checkpoints from the paper's table 1.
 _ACCURACIES = {
     name: {task: (mean, half_width) for task, (mean, half_width) in tasks.items()}
     for name, tasks in json.loads((files(__package__) / "accuracies.json").read_text(encoding="utf-8")).items()
@@ -31,12 +31,12 @@ class CheckpointRecord:
     size : int or None
         Bytes of the weights alone; a published file is larger. None if not measured.
     licence : str
-        Of the weights.
+        Licence of the weights.
     image_size : int
         Side of the images it was trained on, in pixels.
     trained_on : str
     url : str or None
-        Where it is downloaded from when first used; None for a checkpoint embedded in the package.
+        Address it is downloaded from when first used; None for a checkpoint embedded in the package.
     revision : str or None
         Commit of the repository at ``url``.
     blob_id : str or None
@@ -97,7 +97,7 @@ def _lite(image_size: int, path: str, blob_id: str) -> CheckpointRecord:
         url=f"https://raw.githubusercontent.com/cambridge-mlg/LITE/{revision}/models/{path}",
         revision=revision,
         blob_id=blob_id,
-        size=22_845_432,
+        size=22_840_312,
         licence="MIT",
         image_size=image_size,
         trained_on=(
@@ -181,11 +181,11 @@ _RECORDS = (
     _lite(84, "meta-trained_84.pt", "e1524244e7b78fc29d0c3a231d5c0827c7026225"),
 )
 
-#: What "default" stands for.
+#: The checkpoint that "default" is another name of.
 DEFAULT = "efficientnet-lite0"
 
 _BY_NAME = {record.name: record for record in _RECORDS}
-#: The records by name, "default" first, which stands for another.
+#: The records by name, "default" first.
 CHECKPOINTS: dict[str, CheckpointRecord] = {"default": _BY_NAME[DEFAULT], **_BY_NAME}
 
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from tests.checkpoints.models import Bomb, same_weights
 
@@ -47,7 +47,7 @@ def test_float32_checkpoint_comes_back_bit_for_bit(model, tmp_path):
 
 
 def test_float16_storage_is_read_as_float32_and_keeps_vectors_exact(model, saved):
-    loaded = read_checkpoint(saved, SimpleCNAPS)
+    loaded = load_checkpoint(saved)
     stored = load_file(saved / "model.safetensors")
     for name, weight in model.state_dict().items():
         got = loaded.state_dict()[name]
@@ -60,7 +60,7 @@ def test_float16_storage_is_read_as_float32_and_keeps_vectors_exact(model, saved
 
 
 def test_loaded_model_has_no_parameter_left_without_memory_and_keeps_the_backbone_frozen(model, saved):
-    loaded = read_checkpoint(saved, SimpleCNAPS)
+    loaded = load_checkpoint(saved)
     assert not any(tensor.is_meta for tensor in [*loaded.parameters(), *loaded.buffers()])
     assert {n: p.requires_grad for n, p in loaded.named_parameters()} == {
         n: p.requires_grad for n, p in model.named_parameters()
@@ -69,7 +69,7 @@ def test_loaded_model_has_no_parameter_left_without_memory_and_keeps_the_backbon
 
 def test_loaded_weights_do_not_follow_later_changes_of_the_file(model, tmp_path):
     save_checkpoint(model, tmp_path)
-    loaded = read_checkpoint(tmp_path, SimpleCNAPS)
+    loaded = load_checkpoint(tmp_path)
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
         file.write(b"\xff" * 4096)
@@ -85,7 +85,7 @@ def test_saving_replaces_a_checkpoint_but_keeps_its_model_card(model, copy):
     other = SimpleCNAPS(adaptation="none")
     save_checkpoint(other, copy)
     assert (copy / "README.md").read_text() == "mine"
-    assert same_weights(read_checkpoint(copy, SimpleCNAPS), other)
+    assert same_weights(load_checkpoint(copy), other)
     save_checkpoint(other, copy, card="new")
     assert (copy / "README.md").read_text() == "new"
 
@@ -120,7 +120,7 @@ def quantised(model, tmp_path_factory):
 
 
 def test_int8_storage_is_as_near_as_a_scale_per_channel_allows_and_keeps_vectors_exact(model, saved, quantised):
-    loaded = read_checkpoint(quantised, SimpleCNAPS).state_dict()
+    loaded = load_checkpoint(quantised).state_dict()
     for name, weight in model.state_dict().items():
         assert loaded[name].dtype == weight.dtype
         if weight.ndim > 1:
@@ -135,7 +135,7 @@ def test_int8_storage_is_as_near_as_a_scale_per_channel_allows_and_keeps_vectors
 
 def test_weights_read_from_int8_fit_float16(quantised):
     """So a classifier fitted on them is saved in two bytes a weight, not four."""
-    for name, weight in read_checkpoint(quantised, SimpleCNAPS).state_dict().items():
+    for name, weight in load_checkpoint(quantised).state_dict().items():
         if weight.ndim > 1:
             assert torch.equal(weight.half().float(), weight), name
 
@@ -159,7 +159,7 @@ def test_a_pretrained_network_is_stored_in_float16_instead_of_int8(tmp_path):
     save_checkpoint(model, tmp_path, dtype=torch.int8)
     stored = load_file(tmp_path / "model.safetensors")
     assert stored["feature_extractor.network.0.weight"].dtype == torch.float16
-    read_checkpoint(tmp_path, SimpleCNAPS, backbone=network)
+    load_checkpoint(tmp_path, backbone=network)
 
 
 def test_a_channel_of_zeros_survives_int8(tmp_path):
@@ -167,7 +167,7 @@ def test_a_channel_of_zeros_survives_int8(tmp_path):
     with torch.no_grad():
         model.feature_extractor.conv1.weight[3] = 0
     save_checkpoint(model, tmp_path, dtype=torch.int8)
-    assert not read_checkpoint(tmp_path, SimpleCNAPS).feature_extractor.conv1.weight[3].any()
+    assert not load_checkpoint(tmp_path).feature_extractor.conv1.weight[3].any()
 
 
 @pytest.mark.parametrize(
@@ -188,12 +188,12 @@ def test_wrong_int8_storage_is_refused_by_name(quantised, tmp_path, change, mess
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        read_checkpoint(tmp_path, SimpleCNAPS)
+        load_checkpoint(tmp_path)
 
 
 def test_loading_leaves_the_global_generator_alone(saved):
     before = torch.get_rng_state()
-    read_checkpoint(saved, SimpleCNAPS)
+    load_checkpoint(saved)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -210,7 +210,7 @@ def test_checkpoint_of_version_1_is_read(described, tmp_path):
     }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(described["config"]))
-    model = read_checkpoint(tmp_path, SimpleCNAPS)
+    model = load_checkpoint(tmp_path)
     assert {"format_version": 1, **model.config} == described["config"]
     weights = model.state_dict()
     assert weights.keys() == tensors.keys()
@@ -253,13 +253,13 @@ def edit(folder: Path, **changes: object) -> None:
 def test_wrong_config_field_is_refused_by_name(copy, changes, message):
     edit(copy, **changes)
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_checkpoint(copy, SimpleCNAPS)
+        load_checkpoint(copy)
     assert str(copy / "config.json") in str(caught.value)
 
 
 def test_whole_number_is_taken_for_a_float_setting(copy):
     edit(copy, scale=1)
-    assert read_checkpoint(copy, SimpleCNAPS).config["scale"] == 1
+    assert load_checkpoint(copy).config["scale"] == 1
 
 
 @pytest.mark.parametrize(
@@ -279,14 +279,14 @@ def test_whole_number_is_taken_for_a_float_setting(copy):
 def test_config_that_is_no_small_json_object_is_refused(copy, content):
     (copy / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_checkpoint(copy, SimpleCNAPS)
+        load_checkpoint(copy)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_missing_file_is_named(copy, name):
     (copy / name).unlink()
     with pytest.raises(CheckpointError, match=name):
-        read_checkpoint(copy, SimpleCNAPS)
+        load_checkpoint(copy)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -294,7 +294,7 @@ def test_named_pipe_in_place_of_the_weights_is_refused_without_waiting(copy):
     (copy / "model.safetensors").unlink()
     os.mkfifo(copy / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        read_checkpoint(copy, SimpleCNAPS)
+        load_checkpoint(copy)
 
 
 def header_only(header: object, size: int | None = None) -> bytes:
@@ -325,7 +325,7 @@ def test_files_that_are_no_safetensors_are_refused_and_no_code_runs(copy, saved,
         (copy / "model.safetensors").unlink()
         (copy / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-            read_checkpoint(copy, SimpleCNAPS)
+            load_checkpoint(copy)
     assert not (tmp_path / "ran").exists()
 
 
@@ -358,7 +358,7 @@ def test_wrong_tensor_is_refused_by_name(copy, tensors, change, message):
     (copy / "model.safetensors").unlink()
     save_file({key: value for key, value in changed.items() if value is not None}, copy / "model.safetensors")
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_checkpoint(copy, SimpleCNAPS)
+        load_checkpoint(copy)
     assert name in str(caught.value)
     assert str(copy / "model.safetensors") in str(caught.value)
 
@@ -366,12 +366,12 @@ def test_wrong_tensor_is_refused_by_name(copy, tensors, change, message):
 def test_tensors_of_other_settings_are_refused(copy, tensors):
     edit(copy, adaptation="film")
     with pytest.raises(CheckpointError, match="missing for the settings"):
-        read_checkpoint(copy, SimpleCNAPS)
+        load_checkpoint(copy)
     edit(copy, adaptation="none")
     (copy / "model.safetensors").unlink()
     save_file({**tensors, "extra": torch.zeros(1)}, copy / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"unexpected for the settings .* 'extra' first"):
-        read_checkpoint(copy, SimpleCNAPS)
+        load_checkpoint(copy)
 
 
 def test_bfloat16_and_float32_storage_are_read(copy, tensors):
@@ -380,4 +380,4 @@ def test_bfloat16_and_float32_storage_are_read(copy, tensors):
     stored = {key: value.long() if key.endswith("num_batches_tracked") else value for key, value in stored.items()}
     (copy / "model.safetensors").unlink()
     save_file(stored, copy / "model.safetensors")
-    assert torch.equal(read_checkpoint(copy, SimpleCNAPS).state_dict()[name], tensors[name].bfloat16().float())
+    assert torch.equal(load_checkpoint(copy).state_dict()[name], tensors[name].bfloat16().float())

@@ -1,23 +1,19 @@
-"""The one checkpoint format: a folder of ``config.json``, ``model.safetensors`` and ``README.md``.
+"""The checkpoint format: a folder of ``config.json``, ``model.safetensors`` and ``README.md``.
 
 ``config.json`` holds the arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS` and ``format_version``;
-``model.safetensors`` its weights; ``README.md`` is the model card. A repository on the Hugging Face Hub
-with these files is a checkpoint too. Nothing is unpickled, and what a file claims is compared with what
-the model needs before any memory is spent on it. Of a backbone other than the FiLM ResNet18 the folder
-has the weights and a description; its code is timm's or the user's.
-
-The class of the model is an argument throughout: this module knows no network.
+``model.safetensors`` holds its weights; ``README.md`` is the model card. A repository on the Hugging Face Hub with
+these files is a checkpoint too. Nothing is unpickled, and what a file claims is compared with what the model needs
+before any memory is spent on it. For a backbone other than the FiLM ResNet18 the folder has the weights and a
+description; the code is timm's or the user's.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
+from typing import Any
 
 import msgspec
 import torch
@@ -26,11 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.checkpoints.model import checked_settings, fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.files import atomic_replace
-from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
-
-if TYPE_CHECKING:
-    from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Version 2 has weights in int8.
 FORMAT_VERSION = 2
@@ -53,21 +47,6 @@ _WHOLE = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-Model = TypeVar("Model", bound="SimpleCNAPS")
-
-_Colours = Annotated[list[float], msgspec.Meta(min_length=3, max_length=3)]
-
-
-class _BackboneDescription(msgspec.Struct, forbid_unknown_fields=True):
-    """``Backbone.description``."""
-
-    timm: Annotated[str, msgspec.Meta(max_length=200)] | None
-    features: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-    mean: _Colours
-    std: _Colours
-    positions: Annotated[list[str], msgspec.Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Version(msgspec.Struct):
@@ -99,8 +78,7 @@ classifier.predict(query_images)
 |---|---|
 {settings}
 
-Still to be told here: what it was trained on, the licence of that data and of these weights, and
-measured accuracies.
+To be added: what it was trained on, the licence of that data and of these weights, and measured accuracies.
 """
 
 
@@ -109,23 +87,55 @@ def save_checkpoint(
 ) -> None:
     """Write a model as a checkpoint.
 
-    Every file is written under a temporary name and renamed, so a failure leaves what was there before.
-
     Parameters
     ----------
     model : SimpleCNAPS
         On any device, in any precision.
+    folder, dtype, card
+        As in :func:`write_folder`. Without a card, the folder's own is kept, or a plain one is written.
+
+    Raises
+    ------
+    CheckpointError
+        A setting is of the wrong type, a weight is NaN, infinite or outside the range of ``dtype``, or the folder
+        cannot be written.
+    """
+    settings = checked_settings(model.config, "model.config")
+    if card is None and not (Path(folder) / CARD).exists():
+        card = _default_card(settings)
+    write_folder(folder, settings, model.state_dict(), dtype=dtype, card=card)
+
+
+def write_folder(
+    folder: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    card: str | None = None,
+) -> None:
+    """Write settings and weights as a checkpoint's files.
+
+    Every file is written under a temporary name and renamed, so a failure leaves what was there before.
+
+    Parameters
+    ----------
     folder : path
         Made if absent; a checkpoint in it is replaced.
+    settings : mapping
+        What ``config.json`` holds beside the version of the format.
+    weights : mapping of str to Tensor
     dtype : {torch.float32, torch.float16, torch.bfloat16, torch.int8}, optional
         How convolution kernels and matrices are stored; float32 by default, int8 with a scale for each output channel.
         Vectors (biases, BatchNorm, FiLM scales) stay float32: they are under one per cent of the bytes, and rounding
         them costs accuracy.
     card : str, optional
-        Markdown of ``README.md``. By default the folder's own is kept, or a plain one is written.
+        Markdown of ``README.md``. By default the folder's own is kept.
 
     Raises
     ------
+    ValueError
+        ``dtype`` is another type.
     CheckpointError
         A weight is NaN, infinite or outside the range of ``dtype``, or the folder cannot be written.
     """
@@ -134,16 +144,13 @@ def save_checkpoint(
     types = (*_STORAGE.values(), torch.int8)
     if dtype not in types:
         raise ValueError(f"dtype must be one of {', '.join(map(str, types))}, not {dtype}")
-    settings = checked_settings(model.config, "model.config", type(model))
     tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in weights.items():
         # In int8 the features of a pretrained network may leave its fingerprint.
-        foreign = dtype == torch.int8 and name.startswith("feature_extractor.network.")
-        tensors |= _to_storage(name, tensor, torch.float16 if foreign else dtype)
+        pretrained = dtype == torch.int8 and name.startswith("feature_extractor.network.")
+        tensors |= _to_storage(name, tensor, torch.float16 if pretrained else dtype)
     version = FORMAT_VERSION if dtype == torch.int8 else 1  # earlier versions of the package read it
     config = json.dumps({"format_version": version, **settings}, indent=2, allow_nan=False) + "\n"
-    if card is None and not (folder / CARD).exists():
-        card = _default_card(settings)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_replace(folder / CONFIG) as new_config, atomic_replace(folder / WEIGHTS) as new_weights:
@@ -168,9 +175,9 @@ def _default_card(settings: Mapping[str, Any]) -> str:
         kind = (
             "Simple CNAPS on another backbone" if "positions" in backbone else "Mahalanobis head on a frozen backbone"
         )
-        about = "The backbone is a custom network: `SimpleCNAPS.from_pretrained(name, backbone=network)`.\n\n"
-        if backbone["timm"] in OWN_NETWORKS:
-            about = f"The backbone is `{backbone['timm']}`; the terms of its weights apply.\n\n"
+        about = "The backbone is a custom network: `load_checkpoint(name, backbone=network)`.\n\n"
+        if "network" in backbone:
+            about = f"The backbone is `{backbone['network']}`; the terms of its weights apply.\n\n"
         elif backbone["timm"] is not None:
             packages = "'fewshot-mahalanobis[backbones]'"
             about = f"The backbone is timm's `{backbone['timm']}`; the terms of those weights apply.\n\n"
@@ -178,65 +185,42 @@ def _default_card(settings: Mapping[str, Any]) -> str:
     return _DEFAULT_CARD.format(kind=kind, packages=packages, backbone=about, settings=rows)
 
 
-def read_checkpoint(
-    folder: str | os.PathLike[str], model_class: type[Model], backbone: nn.Module | None = None
-) -> Model:
-    """Read a checkpoint from a local folder.
-
-    Parameters
-    ----------
-    folder : path
-        With ``config.json`` and ``model.safetensors``.
-    model_class : type
-        :class:`~fewshot_mahalanobis.SimpleCNAPS`.
-    backbone : nn.Module, optional
-        The network of a checkpoint whose backbone is neither the FiLM ResNet18 nor timm's. A copy is used.
-
-    Returns
-    -------
-    SimpleCNAPS
-        On the CPU, in float32 however it was stored, in evaluation mode.
+def read_checkpoint(folder: str | os.PathLike[str], backbone: SimpleCNAPS | nn.Module | None = None) -> SimpleCNAPS:
+    """Read a checkpoint from a local folder; see :func:`~fewshot_mahalanobis.load_checkpoint`.
 
     Raises
     ------
     CheckpointError
-        A file is missing or malformed, was written by a newer version, or does not hold exactly the
-        tensors that the settings ask for, with their shapes, in a storable type and finite.
+        A file is missing or malformed, was written by a newer version, or does not hold exactly the tensors that the
+        settings ask for, with their shapes, in a storable type and finite; or ``backbone`` is missing, not needed or
+        another network.
     """
     folder = Path(folder)
+    config = read_config(folder)
+    model = model_without_weights(config, str(folder / CONFIG), backbone)
+    weights = read_tensors(folder / WEIGHTS, stored_weights(model, config))
+    check_finite(folder / WEIGHTS, weights)
+    try:
+        return fill(model, weights)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / WEIGHTS}: {error}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the settings of a checkpoint, their types yet unchecked, from its ``config.json``.
+
+    Raises
+    ------
+    CheckpointError
+        A file of the checkpoint is missing, or ``config.json`` is malformed or was written by a newer version.
+    """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():  # neither a folder nor a pipe, which would block
             raise CheckpointError(
                 f"{folder / name}: no such file. A checkpoint is a folder with {CONFIG} and {WEIGHTS}. If it is a "
                 "fitted classifier, use SimpleCNAPSClassifier.from_pretrained"
             )
-    settings = _read_settings(folder / CONFIG, model_class)
-    check_network(str(folder / CONFIG), settings, backbone, "SimpleCNAPS.from_pretrained(..., backbone=network)")
-    try:
-        model = model_class.from_config(settings, backbone)
-    except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
-    expected = model.state_dict()
-    tensors = read_tensors(folder / WEIGHTS, expected)
-    check_finite(folder / WEIGHTS, tensors)
-    try:
-        model.fill({name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()})
-    except ValueError as error:
-        raise CheckpointError(f"{folder / WEIGHTS}: {error}") from error
-    return cast("Model", model)
-
-
-def check_network(source: str, settings: Mapping[str, Any], network: nn.Module | None, how: str) -> None:
-    """Raise CheckpointError where a network is needed and missing, or given and not needed."""
-    backbone = settings.get("backbone")
-    if isinstance(backbone, Mapping) and backbone.get("timm") is None and network is None:
-        raise CheckpointError(f"{source}: its backbone is a custom network, so give that network: {how}")
-    if backbone is None and network is not None:
-        raise CheckpointError(f"{source}: this is Simple CNAPS with its own network: it takes no other")
-
-
-def _read_settings(path: Path, model_class: type[SimpleCNAPS]) -> dict[str, Any]:
-    """Read the model's arguments from a ``config.json``."""
+    path = folder / CONFIG
     try:
         with path.open("rb") as file:
             content = file.read(MAX_CONFIG_BYTES + 1)
@@ -246,7 +230,7 @@ def _read_settings(path: Path, model_class: type[SimpleCNAPS]) -> dict[str, Any]
         raise CheckpointError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes, so not a checkpoint's configuration")
     try:
         version = msgspec.json.decode(content, type=_Version).format_version
-        config = msgspec.json.decode(content)
+        config: dict[str, Any] = msgspec.json.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: not a checkpoint's configuration: {error}. Save or download the checkpoint again"
@@ -259,26 +243,7 @@ def _read_settings(path: Path, model_class: type[SimpleCNAPS]) -> dict[str, Any]
             f"{FORMAT_VERSION}: upgrade fewshot_mahalanobis"
         )
     del config["format_version"]
-    return checked_settings(config, str(path), model_class)
-
-
-@functools.cache
-def _settings_type(model_class: Any) -> type[msgspec.Struct]:
-    """A record with a field for each argument of the model; the backbone stands by its description."""
-    hints = get_type_hints(model_class.__init__)
-    optional = {"encoder_size": int, "task_encoder": str, "backbone": _BackboneDescription}
-    required = [(name, hints[name]) for name in inspect.signature(model_class).parameters if name not in optional]
-    rest = [(name, kind | msgspec.UnsetType, msgspec.UNSET) for name, kind in optional.items()]
-    return msgspec.defstruct("Settings", [*required, *rest], forbid_unknown_fields=True)
-
-
-def checked_settings(config: Mapping[str, Any], source: str, model_class: Any) -> dict[str, Any]:
-    """``config`` if it has every argument of the model, each of its type, and no more; or CheckpointError."""
-    try:
-        settings: dict[str, Any] = msgspec.to_builtins(msgspec.convert(config, _settings_type(model_class)))
-    except (msgspec.ValidationError, OverflowError) as error:
-        raise CheckpointError(f"{source}: {error}") from error
-    return settings
+    return config
 
 
 def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -314,13 +279,16 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
     try:
         # The library compares the header's sizes with the file's before it allocates anything.
         with safe_open(path, framework="pt", device="cpu") as file:
-            found = set(file.keys())
-            types = {name: file.get_slice(name).get_dtype() for name in found}
+            stored_names = set(file.keys())
+            types = {name: file.get_slice(name).get_dtype() for name in stored_names}
             weights = {name: tensor for name, tensor in expected.items() if tensor.is_floating_point()}
             quantised = [name for name, weight in weights.items() if weight.ndim > 1 and types.get(name) == "I8"]
             scales = {name + _SCALE: weights[name].new_empty(len(weights[name])) for name in quantised}
             expected = {**expected, **scales}
-            for kind, names in (("missing", expected.keys() - found), ("unexpected", found - expected.keys())):
+            for kind, names in (
+                ("missing", expected.keys() - stored_names),
+                ("unexpected", stored_names - expected.keys()),
+            ):
                 if names:
                     raise CheckpointError(
                         f"{path}: {len(names)} tensors are {kind} for the settings that come with them, {min(names)!r} "

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from fewshot_mahalanobis.checkpoints import CheckpointError, available_checkpoints
 from fewshot_mahalanobis.checkpoints import download as download_module
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS, DEFAULT
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS, DEFAULT
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
 
 def test_a_saved_classifier_is_told_from_a_checkpoint(tmp_path, monkeypatch):
@@ -35,6 +36,12 @@ def test_table_lists_the_default_first_and_digests_of_all_published_files():
 def test_changing_the_returned_table_changes_nothing():
     available_checkpoints().clear()
     assert "default" in available_checkpoints()
+
+
+def test_a_named_checkpoint_takes_no_other_network():
+    for name in ("default", "simple-cnaps-meta-dataset"):
+        with pytest.raises(CheckpointError, match="takes no other"):
+            load_checkpoint(name, backbone=torch.nn.Flatten())
 
 
 def test_record_cannot_be_changed():
@@ -72,7 +79,7 @@ def test_file_in_place_of_its_folder_is_told_apart(saved):
 
 @pytest.mark.parametrize("name", [3, None, b"default"])
 def test_name_of_another_type_is_a_type_error(name):
-    with pytest.raises(TypeError, match="str or a path"):
+    with pytest.raises(TypeError, match="must be a str or a path"):
         load_checkpoint(name)
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fewshot_mahalanobis.checkpoints import CheckpointError, DownloadError
-from fewshot_mahalanobis.checkpoints.authors_weights import CACHE_VARIABLE
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob_id
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from tests.checkpoints.checkpoint_server import Server, send
 from tests.checkpoints.models import Bomb, same_weights
