@@ -11,6 +11,7 @@ from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier, sorting
 from fewshot_mahalanobis.sorting import UNSURE, sort_files
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 
 
@@ -75,7 +76,9 @@ def test_files_in_doubt_go_to_the_unsure_folder(files: list[Path], tmp_path: Pat
     assert [file.sorted_as.parent.name == UNSURE for file in sorted_files] == [p < limit for p in sure]
 
     classifier = tiny_classifier(unknown_label="none", false_rejection_rate=0.4)
-    classifier.threshold_ = float(np.median(classifier.outlier_score(files)))
+    kept = classifier.fitted_head_.kept()
+    kept["threshold"] = float(np.median(classifier.outlier_score(files)))
+    classifier.task_.fitted_head = FittedHead.from_kept(kept)
     sorted_files, _ = sort_files(classifier, files, tmp_path / "two", min_probability=0)
     unsure = [file.sorted_as.parent.name == UNSURE for file in sorted_files]
     assert unsure == (classifier.predict(files) == "none").tolist()

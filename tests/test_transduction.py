@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import pickle
@@ -151,7 +150,7 @@ def test_feature_classifier_finds_what_one_example_of_a_class_hides(head):
     truth = np.repeat(["left", "right"], 40)
     support = np.array([[-3.5, 4.0], [2.0, -2.0]])  # far from their classes' centres
     classifier = MahalanobisClassifier(head=head).fit(support, ["left", "right"])
-    before = copy.deepcopy(classifier.__dict__)
+    before = dict(classifier.__dict__)
     alone, together = classifier.predict(queries), classifier.predict(queries, transductive=True)
     assert (together == truth).mean() > (alone == truth).mean()
     probabilities = classifier.predict_proba(queries, transductive=True)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
 from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights, stored_weights
-from fewshot_mahalanobis.devices import choose_device
+from fewshot_mahalanobis.devices import check_precision, choose_device
 from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.heads import describe_head, head_from_description
 from fewshot_mahalanobis.labels import checked_labels
@@ -183,6 +183,7 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
         ),
     )
     check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)  # as when it is read
+    check_precision(header.parameters.precision)
     metadata = {"format": FORMAT, "classifier": json.dumps(msgspec.to_builtins(header))}
     with atomic_replace(path) as temporary:
         try:
@@ -316,6 +317,8 @@ def _state(
     model = fill(model, weights).to(target)
     parameters, fitted = msgspec.structs.asdict(header.parameters), header.fitted
     check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)
+    check_precision(header.parameters.precision)
+    check_precision(header.precision)
     if isinstance(header.parameters.head, dict):
         parameters["head"] = head_from_description(header.parameters.head)
     parameters |= {"checkpoint": model if header.checkpoint is None else header.checkpoint, "device": device}

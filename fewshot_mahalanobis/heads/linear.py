@@ -76,6 +76,11 @@ class LinearHead(Head[LinearClassifier]):
         raise ValueError("a file cannot describe the learned weights of a LinearHead")
 
     @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> LinearHead:
+        """Raise ValueError, as :meth:`describe`."""
+        raise ValueError("no file describes the learned weights of a LinearHead")
+
+    @classmethod
     def of_model(cls, settings: Mapping[str, Any], in_features: int) -> LinearHead:
         """Make the head, with weights yet to be learned or loaded, for features of this width."""
         return cls(in_features)

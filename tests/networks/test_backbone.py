@@ -154,7 +154,7 @@ def test_a_task_shares_what_it_does_not_fold_and_does_not_follow_a_converted_mod
     task = model.adapt(torch.zeros(4, 3, SIZE, SIZE), torch.tensor([0, 0, 1, 1]))
     ours = {parameter.data_ptr() for parameter in model.feature_extractor.parameters()}
     folds = any(isinstance(module, nn.BatchNorm2d) for module in model.feature_extractor.modules())
-    assert folds or all(parameter.data_ptr() in ours for parameter in task._extractor.parameters())
+    assert folds or all(parameter.data_ptr() in ours for parameter in task.network.extractor.parameters())
     images = torch.ones(1, 3, SIZE, SIZE)
     before = task.features(images)
     model.double()

@@ -136,16 +136,16 @@ def test_an_interrupt_signal_while_images_are_decoded_ends_the_threads_and_chang
 ) -> None:
     classifier, queries = tiny_classifier(batch_size=4), pictures(40, 2)
     before, answer, threads = fitted_state(classifier), classifier.predict(queries), threading.active_count()
-    decode = images_module._decode_one
+    decode = images_module._decode_item
 
-    def interrupting(images: Any, index: int, *rest: Any) -> Any:
+    def interrupting(item: Any, index: int, *rest: Any) -> Any:
         if index == 9:
             os.kill(os.getpid(), signal.SIGINT)
-        return decode(images, index, *rest)
+        return decode(item, index, *rest)
 
     labels = [["a", "b"][i % 2] for i in range(40)]
     with monkeypatch.context() as patch:
-        patch.setattr(images_module, "_decode_one", interrupting)
+        patch.setattr(images_module, "_decode_item", interrupting)
         with pytest.raises(KeyboardInterrupt):
             getattr(classifier, method)(queries, *([labels] if "fit" in method else []))
     gc.collect()

@@ -136,7 +136,7 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
 @pytest.mark.parametrize(
     ("where", "name", "value", "message"),
     [
-        ((), "version", 3, "newer version .* upgrade"),
+        ((), "version", 4, "newer version .* upgrade"),
         ((), "version", True, r"\.version"),
         ((), "version", "1", r"\.version"),
         ((), "version", ..., "missing required field `version`"),
@@ -161,12 +161,19 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
         (("parameters",), "verbose", None, r"\.parameters\.verbose"),
         (("parameters",), "precision", "float64", "precision must be"),
         (("parameters",), "head", 3, r"\.parameters\.head"),
-        (("parameters",), "head", "oracle", "head must be one of"),
-        (("parameters",), "head", "linear", "no trained linear head"),
-        (("parameters",), "head", {}, "missing required field `scale`"),
-        (("parameters",), "head", {"scale": "1", "covariance": [1.0, True, "zero"]}, r"\.head\.scale"),
-        (("parameters",), "head", {"scale": 1.0, "covariance": [0.0, True, "zero"]}, "does not fit together"),
-        (("parameters",), "head", {"scale": 1.0, "covariance": [1.0] * 9}, r"\.head\.covariance"),
+        (("parameters",), "head", {"name": "oracle"}, "head must be one of"),
+        ((), "precision", "float64", "precision must be"),
+        ((), "precision", None, r"\.precision"),
+        (("fitted",), "head", 3, r"\.fitted\.head"),
+        (("fitted",), "head", "oracle", "head must be one of"),
+        (("fitted",), "head", "linear", "no trained linear head"),
+        (("fitted",), "head", {}, "head must be one of"),
+        (("fitted",), "head", {"name": "linear"}, "does not fit together"),
+        (("fitted",), "head", {"name": "cosine", "scale": 1.0}, "unexpected keyword argument 'scale'"),
+        (("fitted",), "head", {"name": "mahalanobis", "scale": "1", "covariance": {}}, "does not fit together"),
+        (("fitted",), "head", {"name": "mahalanobis", "scale": 1.0, "covariance": [1.0] * 9}, "does not fit together"),
+        (("fitted",), "head", {"name": "mahalanobis", "scale": 1.0, "covariance": {"beta": 0.0}}, "beta must be"),
+        (("fitted",), "settled", {"name": "auto", "settings": {"beta": "1"}}, "does not fit together"),
         (("parameters",), "checkpoint", "/etc", "unknown field `checkpoint`"),
         (("parameters",), "temperature", 0.0, "temperature must be positive"),
         (("parameters",), "temperature", float("inf"), "temperature must be positive"),
@@ -174,14 +181,14 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
         (("parameters",), "temperature", None, r"\.parameters\.temperature"),
         (("parameters",), "false_rejection_rate", 1.0, "between 0 and 1"),
         (("parameters",), "false_rejection_rate", float("nan"), "between 0 and 1"),
-        (("parameters",), "unknown_label", "grey", "a threshold of None"),
+        (("fitted",), "unknown_label", "grey", "a threshold of None"),
         (("parameters",), "unknown_label", ["grey"], r"\.parameters\.unknown_label"),
-        ((), "calibration", {"temperature": 1.0}, "missing required field `threshold`"),
-        (("calibration",), "temperature", -1.0, "a temperature of -1.0"),
-        (("calibration",), "temperature", float("nan"), "a temperature of nan"),
-        (("calibration",), "temperature", True, r"\.calibration\.temperature"),
-        (("calibration",), "threshold", 1.0, "a threshold of 1.0"),
-        (("calibration",), "threshold", "1", r"\.calibration\.threshold"),
+        ((), "fitted", {"temperature": 1.0}, "missing required field `head`"),
+        (("fitted",), "temperature", -1.0, "a temperature of -1.0"),
+        (("fitted",), "temperature", float("nan"), "a temperature of nan"),
+        (("fitted",), "temperature", True, r"\.fitted\.temperature"),
+        (("fitted",), "threshold", 1.0, "a threshold of 1.0 with unknown_label=None"),
+        (("fitted",), "threshold", "1", r"\.fitted\.threshold"),
         (("labels",), "dtype", 3, r"\.labels\.dtype"),
         (("labels",), "dtype", "nonsense", "does not fit together"),
         (("labels",), "dtype", "<U500000000", "labels of type"),
@@ -192,8 +199,8 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
         (("labels",), "dtype", "<U3", "not sorted, not different or not of type"),
         (("labels",), "dtype", "<i8", "does not fit together"),
         (("labels",), "classes", "abc", r"\.labels\.classes"),
-        (("labels",), "classes", ["blue", "green"], "2 labels for 3 classes"),
-        (("labels",), "classes", ["blue", "green", "red", "white"], "4 labels for 3 classes"),
+        (("labels",), "classes", ["blue", "green"], "2 labels for the classes of 5 support images"),
+        (("labels",), "classes", ["blue", "green", "red", "white"], "4 labels for the classes of 5"),
         (("labels",), "classes", ["red", "green", "blue"], "not sorted"),
         (("labels",), "classes", ["blue", "blue", "red"], "not different"),
         (("labels",), "classes", ["blue", "green", None], "does not fit together"),
@@ -230,7 +237,7 @@ def test_a_wrong_field_is_refused_without_memory_for_it(
     [
         ("red", 1.0, "is the label of a class"),
         (7, 1.0, "not of the type of the labels"),
-        ("grey", float("inf"), "a threshold of inf"),
+        ("grey", float("inf"), "threshold of the outlier score must be finite"),
         ("grey" * 1000, 1.0, "an unknown_label of 4000 characters"),
     ],
 )
@@ -238,8 +245,7 @@ def test_an_answer_for_unknown_images_that_cannot_be_is_refused(
     unknown: Any, threshold: float, message: str, forgery: Forgery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(classifier_file, "MAX_LABEL_BYTES", 2**12)
-    forgery.json["parameters"]["unknown_label"] = unknown
-    forgery.json["calibration"]["threshold"] = threshold
+    forgery.json["fitted"] |= {"unknown_label": unknown, "threshold": threshold}
     assert_refused(forgery.write(), message)
 
 
