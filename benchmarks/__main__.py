@@ -1,4 +1,4 @@
-"""Measure, print the tables, and write them into the documentation.
+"""Measure, print the tables, and write them into the records beside this package.
 
 Several minutes for each benchmark, on an idle machine. What is measured is kept in benchmarks/results, so that a run
 that was cut off goes on; ``--again`` measures anew.
@@ -15,9 +15,8 @@ from pathlib import Path
 from benchmarks.record import RESULTS, Record, Table, machine
 from fewshot_mahalanobis.evaluation.tables import markdown_table
 
-DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-#: The page of each benchmark's tables.
+#: The record of each benchmark's tables, in benchmarks/results.
 PAGES = {
     "speed.md": (
         "startup",
@@ -32,8 +31,8 @@ PAGES = {
         "ray_labelling",
         "meta_training",
     ),
-    "heads_measured.md": ("peers", "unbalanced", "calibration", "transduction"),
-    "which_method.md": ("methods",),
+    "heads.md": ("peers", "unbalanced", "calibration", "transduction"),
+    "methods.md": ("methods",),
 }
 NAMES = sum(PAGES.values(), ())
 
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n" + markdown(record.tables))
     for page, of in PAGES.items():
         if not chosen.quick and set(names) & set(of):
-            write_page(DOCS / page, [Record(name).read() for name in of])
+            write_page(RESULTS / page, [Record(name).read() for name in of])
 
 
 def _data() -> Path | None:

@@ -99,9 +99,9 @@ def digits(size: int, images: int) -> ImageSource:
 
 
 def features_of(model: SimpleCNAPS, source: ImageSource) -> Tensor:
-    task = model.with_film(None)
+    network = model.with_film()
     parts = np.array_split(np.arange(len(source.labels)), math.ceil(len(source.labels) / 16))
-    return torch.cat([task.features(source.network_input(part)) for part in parts])
+    return torch.cat([network.features(source.network_input(part)) for part in parts])
 
 
 def measure(features: Tensor, source: ImageSource, way: int, shot: int, episodes: int) -> dict[str, np.ndarray]:

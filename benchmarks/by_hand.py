@@ -1,4 +1,4 @@
-"""Against what an experienced user does by hand, the frozen network and LogisticRegression: docs/comparison.md.
+"""Against what an experienced user does by hand, the frozen network and LogisticRegression: docs/which_method.md.
 
     python -m benchmarks.by_hand DATA_DIR
 
@@ -75,7 +75,7 @@ def _measure(model: SimpleCNAPS, source: ImageSource, episode: Episode) -> dict[
     for method, adapt in ((OURS, True), (FROZEN, False)):
         task = model.adapt(support, labels, head=AutoHead(), adapt=adapt, dtype=dtype)
         predicted[method] = task.logits(queries).argmax(dim=1).cpu().numpy()
-    x, q = task.support_features.cpu().numpy(), task.features(queries).cpu().numpy()
+    x, q = task.fitted_head.support.adapted.cpu().numpy(), task.features(queries).cpu().numpy()
     plain = LogisticRegression(max_iter=1000)
     predicted[LOGISTIC] = predicted[LOGISTIC_CV] = plain.fit(x, episode.support_labels).predict(q)
     if len(x) > WAY:

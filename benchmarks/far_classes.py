@@ -23,14 +23,14 @@ from tqdm.auto import tqdm
 
 from benchmarks.unknown_classes import SHOT, TEST, VALIDATION, WAY, expected_calibration_error, split_of
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.calibration import calibrate
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.evaluation.result import Accuracy
 from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.heads import AutoHead, Head
-from fewshot_mahalanobis.rejection import looks_of, outlier_score
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 QUERIES = 3
 #: Far queries from each other set, and the rate of false rejections.
@@ -60,7 +60,7 @@ def features(
         for name, adapt in (("adapted", True), ("frozen", False)):
             images, targets = source.network_input(support), torch.from_numpy(labels)
             task = model.adapt(images, targets, adapt=adapt, dtype=dtype)
-            found[name] = task.support_features.float().numpy(), task.features(queries).float().numpy()
+            found[name] = task.fitted_head.support.adapted.float().numpy(), task.features(queries).float().numpy()
         yield found
 
 
@@ -81,17 +81,15 @@ def collect(
 
 
 def excess(head: Head, episode: dict[str, Any], alone: bool) -> Array:
-    """Outlier scores of an episode's queries, by the head alone or all looks, less the threshold."""
+    """Outlier scores of an episode's queries, by the head alone or by all terms, less the threshold."""
     labels = torch.from_numpy(episode["y"])
     support, queries = (
-        looks_of(head, *(torch.from_numpy(episode[name][part]) for name in ("adapted", "adapted", "frozen")))
-        for part in (0, 1)
+        Features(*(torch.from_numpy(episode[name][part]) for name in ("adapted", "frozen"))) for part in (0, 1)
     )
-    looks = support[: 1 if alone else None]
-    found = calibrate(looks, labels, temperature=1.0, false_rejection_rate=RATE, reject=True)
-    logits = [look.head(look.features, labels, at.features) for look, at in zip(looks, queries, strict=False)]
-    assert found.threshold is not None
-    return outlier_score(logits, found.units).numpy() - found.threshold
+    settings = {"unknown_label": -1, "false_rejection_rate": RATE, "similarities": not alone}
+    fitted = FittedHead.fit(head, support, labels, **settings)
+    assert fitted.outliers is not None
+    return fitted.outlier_score(queries).numpy() - fitted.outliers.threshold
 
 
 def probabilities(episode: dict[str, Any]) -> tuple[Array, NDArray[np.bool_]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.record import Record
 from benchmarks.tasks import image_sets
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.checkpoints.table import DEFAULT
+from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import Episode
 
@@ -153,7 +153,7 @@ class Adapted:
     def __call__(self, source: ImageSource, episode: Episode) -> Features:
         labels = torch.from_numpy(episode.support_labels)
         task = self.model.adapt(source.network_input(episode.support), labels, dtype=torch.bfloat16)
-        support, query = task.support_features, task.features(source.network_input(episode.query))
+        support, query = task.fitted_head.support.adapted, task.features(source.network_input(episode.query))
         return Features(support.numpy(), episode.support_labels, query.numpy(), episode.query_labels)
 
     def done(self, source: ImageSource) -> None:

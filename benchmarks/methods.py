@@ -1,7 +1,7 @@
 """Which method when: accuracy and seconds against the number of shots, every method on the same episodes.
 
 5-way tasks with ten queries a class, on the test sets. Methods that need no training, on the features of the network as
-it is or adapted to the task; gradient steps on top of the adaptation (``refine="auto"``); and scikit-learn's
+it is or adapted to the task; and scikit-learn's
 LogisticRegression. Seconds are those of one method alone: support images and queries in, labels out.
 """
 
@@ -18,26 +18,23 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from benchmarks.feature_peers import gain, in_support_span
+from benchmarks.feature_peers import in_support_span
 from benchmarks.feature_tasks import test_sets
 from benchmarks.record import Record, Table
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.baselines import METHODS
-from fewshot_mahalanobis.checkpoints.table import DEFAULT
+from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.evaluation.result import Accuracy
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
-from fewshot_mahalanobis.refine import refined
 
 WAYS, QUERIES, SHOTS = 5, 10, (1, 2, 5, 10, 20, 50, 100)
 #: Sets of which no checkpoint of ours has seen a class in training.
-OUTSIDE = ("cifar10", "cifar100", "fashion_mnist", "gtsrb", "mnist")
 #: Of the table of seconds.
 ROUNDS = 3
 
-WORST = "With 95 % intervals, and the set with the least."
 
 #: Support features, their labels and query features in, predicted labels out.
 Classify = Callable[[Tensor, Tensor, Tensor], NDArray[np.int64]]
@@ -52,14 +49,14 @@ def _head(make: Callable[[], torch.nn.Module]) -> Classify:
     return lambda support, labels, queries: make()(support, labels, queries).argmax(dim=1).numpy()
 
 
-OURS, REFINED = "adapted: the default", 'adapted, refine="auto"'
+OURS = "adapted: the default"
 ADAPTED: dict[str, Classify] = {OURS: _head(AutoHead), "adapted, the paper's head": _head(MahalanobisHead)}
 FROZEN: dict[str, Classify] = {
     "not adapted": _head(AutoHead),
     "not adapted, LogisticRegression": logistic_regression,
     **{f"not adapted, {m.title}": _head(m) for m in METHODS.values() if not m.needs_training},
 }
-NAMES = (OURS, REFINED, *list(ADAPTED)[1:], *FROZEN)
+NAMES = (*ADAPTED, *FROZEN)
 
 #: Accuracy (or seconds) of each method in each episode, by set.
 Found = dict[str, dict[str, list[float]]]
@@ -87,15 +84,10 @@ def run(record: Record) -> list[Table]:
     header = [f"{number} shot{'s'[: number > 1]}" for number in shots]
     counted = [f"{title} ({len(found[number])} sets)" for title, number in zip(header, shots)]
     accuracy = [[name, *(_mean(found[number], name) for number in shots)] for name in NAMES]
-    gains = [
-        [title, *(gain({k: (v[REFINED], v[OURS]) for k, v in found[n].items() if k.startswith(of)}) for n in shots)]
-        for title, of in (("all sets", ""), ("sets unlike those of training", OUTSIDE))
-    ]
     times = [[name, *(f"{median(seconds[number][name]):.2g}" for number in shots)] for name in NAMES]
     note = "Mean over the sets with so many images. Sets differ between columns: compare within one."
     return [
         Table("Accuracy by shots, 5-way, %", ["", *counted], accuracy, note),
-        Table('refine="auto" less none, points within episodes', ["", *header], gains, WORST),
         Table("Seconds of a task with 50 queries", ["", *header], times, f"Median of {ROUNDS} tasks."),
     ]
 
@@ -141,13 +133,8 @@ def _answers(
         shared = time.perf_counter() - start
         for name, classify in methods.items():
             start = time.perf_counter()
-            found = classify(task.support_features, labels, features)
+            found = classify(task.fitted_head.support.adapted, labels, features)
             answers.append((name, (found, shared + time.perf_counter() - start)))
-        if adapt:
-            start = time.perf_counter()
-            better = refined(model, task, support, steps="auto")
-            found = answers[0][1][0] if better is task else better.logits(queries).argmax(dim=1).numpy()
-            answers.append((REFINED, (found, answers[0][1][1] + time.perf_counter() - start)))
     return answers
 
 

@@ -19,7 +19,7 @@ from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_images
 from benchmarks.timing import Times, show, take_turns
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis.checkpoints.table import DEFAULT
+from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.evaluation import Accuracy

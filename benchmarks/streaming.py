@@ -75,8 +75,8 @@ def _paths(folder: Path, count: int) -> list[str]:
 @torch.no_grad()
 def _measure(folder: Path, count: int, precision: str, repeats: int) -> dict[str, Times]:
     classifier, paths = _classifier(precision), _paths(folder, count)
-    images = next(iter(ImageBatches(paths[:BATCH], classifier.model_.image_size))).to(classifier.task_.dtype)
-    network = classifier.task_._extractor
+    images = next(iter(ImageBatches(paths[:BATCH], classifier.model_.image_size))).to(classifier.task_.network.dtype)
+    network = classifier.task_.network.extractor
     return take_turns(
         {
             "bare": lambda: [network(images) for _ in range(count // BATCH)],

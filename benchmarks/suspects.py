@@ -1,4 +1,4 @@
-"""How well ``summary`` finds support images that are wrong: docs/results.md.
+"""How well ``summary`` finds support images that are wrong: benchmarks/results/suspects.md.
 
     python -m benchmarks.suspects DATA_DIR
 
@@ -25,8 +25,8 @@ from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.images import to_network_range
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
-from fewshot_mahalanobis.summary import Suspect, summarise
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.summary import Suspect, summarise
 
 SETS = (
     "cifar10.zip:test", "cifar100_test.zip", "cub200_2010.zip:test", "dtd10.zip:test", "fashion_mnist.zip:test",
@@ -79,7 +79,7 @@ def measure(
     changed = rng.choice(n, n // 10, replace=False)
     wrong = labels.copy()
     wrong[changed] = (wrong[changed] + rng.integers(1, len(chosen), len(changed))) % len(chosen)
-    mislabelled = right.refit(right.support_features, torch.from_numpy(wrong))  # adaptation does not see labels
+    mislabelled = FittedHead.fit(AutoHead(), right.support, torch.from_numpy(wrong))  # adaptation does not see labels
 
     copied = rng.choice(n, COPIES, replace=False)
     copies = np.stack([compressed(images[i]) for i in copied])
@@ -103,14 +103,13 @@ def measure(
     ]
 
 
-def adapted(model: SimpleCNAPS, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> AdaptedTask:
+def adapted(model: SimpleCNAPS, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> FittedHead:
     batch = to_network_range(torch.from_numpy(images).permute(0, 3, 1, 2))
-    return model.adapt(batch, torch.from_numpy(labels), head=AutoHead(), dtype=choose_dtype("auto", model))
+    return model.adapt(batch, torch.from_numpy(labels), head=AutoHead(), dtype=choose_dtype("auto", model)).fitted_head
 
 
-def suspects(task: AdaptedTask, kind: str) -> list[Suspect]:
-    classes = np.arange(int(task.support_labels.max()) + 1)
-    return [suspect for suspect in summarise(task, classes).suspects if suspect.kind == kind]
+def suspects(fitted: FittedHead, kind: str) -> list[Suspect]:
+    return [suspect for suspect in summarise(fitted).suspects if suspect.kind == kind]
 
 
 def compressed(image: NDArray[np.uint8]) -> NDArray[np.uint8]:

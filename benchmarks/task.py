@@ -91,7 +91,7 @@ def _measure(ways: int, shots: int, queries: int, repeats: int) -> dict[str, Tim
     for precision in ("float32", "auto"):
         classifier = SimpleCNAPSClassifier(model, device="cpu", precision=precision, batch_size=BATCH)
         calls[precision] = lambda c=classifier: c.fit(pictures, labels).predict(others)
-        dtype = classifier.fit(pictures[:: max(shots, 1)], labels[:: max(shots, 1)]).task_.dtype
+        dtype = classifier.fit(pictures[:: max(shots, 1)], labels[:: max(shots, 1)]).task_.network.dtype
         network = model.feature_extractor.for_inference(dtype=dtype)
         calls[f"bare {precision}"] = lambda n=network, d=dtype: [n(batch.to(d)) for batch in batches]
 

@@ -20,7 +20,6 @@ from benchmarks.record import Record, Table
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import Episode, episode_rng
 from fewshot_mahalanobis.heads import AutoHead, Head, MahalanobisHead
-from fewshot_mahalanobis.transduction import transductive_logits
 
 WAYS, SHOTS, QUERIES = 5, (1, 5), 15
 #: Classes without support images, and the number of unbalanced queries with the concentration of their shares.
@@ -87,7 +86,7 @@ def _accuracies(episode: Sequence[Features]) -> dict[str, Pair]:
             of = torch.from_numpy(mask)
             own = truth[of] < ways
             alone = head.logits(state, queries[of])
-            together = transductive_logits(head, state, support, labels, queries[of])
+            together = head.transductive_logits(state, support, labels, queries[of])
             right = [(logits.argmax(dim=1) == truth[of])[own].double().mean() for logits in (alone, together)]
             found[f"{name}, {kind}"] = float(right[0]), float(right[1])
     return found

@@ -79,7 +79,11 @@ def adapted_features(model: SimpleCNAPS, source: ImageSource, episode: Episode, 
     task = model.adapt(source.network_input(support), torch.from_numpy(labels), dtype=dtype)
     queries = task.features(source.network_input(np.concatenate([known, unknown])), 128).cpu().numpy()
     return Features(
-        task.support_features.cpu().numpy(), labels, queries[: len(known)], known_labels, queries[len(known) :]
+        task.fitted_head.support.adapted.cpu().numpy(),
+        labels,
+        queries[: len(known)],
+        known_labels,
+        queries[len(known) :],
     )
 
 

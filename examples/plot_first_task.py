@@ -2,8 +2,8 @@
 A first task
 ============
 
-Five images of each digit are enough to read others. ``fit`` adapts the pretrained network to them in one forward pass,
-without training.
+Five images of each digit are enough to classify others. ``fit`` adapts the pretrained network to them in one forward
+pass, without training.
 """
 
 # %%
@@ -17,9 +17,9 @@ from fewshot_mahalanobis import SimpleCNAPSClassifier
 digits = load_digits(n_class=5)
 images = np.round(digits.images * (255 / 16)).astype(np.uint8)
 rng = np.random.default_rng(0)
-drawn = [rng.permutation(np.flatnonzero(digits.target == digit)) for digit in range(5)]
-support = np.concatenate([of_digit[:5] for of_digit in drawn])
-query = np.concatenate([of_digit[5:13] for of_digit in drawn])
+shuffled = [rng.permutation(np.flatnonzero(digits.target == digit)) for digit in range(5)]
+support = np.concatenate([indices[:5] for indices in shuffled])
+query = np.concatenate([indices[5:13] for indices in shuffled])
 
 classifier = SimpleCNAPSClassifier().fit(images[support], digits.target[support])
 classifier.score(images[query], digits.target[query])

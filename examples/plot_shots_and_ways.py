@@ -4,7 +4,7 @@ Accuracy against shots and ways
 
 More images of each class help; more classes make a task harder. These are figures 5 and 6 of the paper, on handwritten
 digits. Here the network is not adapted, so the features of each image are computed only once. ``fewshot-mahalanobis
-evaluate --plots FOLDER`` draws the same for the adapted network.
+evaluate --plots FOLDER`` draws the same curves for the adapted network.
 """
 
 # %%
@@ -34,15 +34,15 @@ variants = {"Mahalanobis": Variant(False, "mahalanobis"), "Euclidean": Variant(F
 
 def measure(way: int, shot: int) -> Row:
     """Accuracy of both heads on the same tasks."""
-    found = evaluate_source(
+    accuracies = evaluate_source(
         model, source, variants.values(), way=way, shot=shot, episodes=60, queries=8, plain_features=features
     )
-    accuracy = {name: Accuracy.of(found[variant]) for name, variant in variants.items()}
+    accuracy = {name: Accuracy.of(accuracies[variant]) for name, variant in variants.items()}
     return Row(name=source.name, way=way, shot=shot, accuracy=accuracy)
 
 
 # %%
-# Against shots, in 5-way tasks. A class needs more than one example to have a covariance: with one shot, the
+# Accuracy against shots, in 5-way tasks. A class needs more than one example to have a covariance: with one shot, the
 # Mahalanobis head uses only the covariance of the task.
 
 from fewshot_mahalanobis.plotting import plot_accuracy
@@ -50,6 +50,6 @@ from fewshot_mahalanobis.plotting import plot_accuracy
 ax = plot_accuracy([measure(5, shot) for shot in (1, 2, 5, 10)])
 
 # %%
-# Against ways, with 5 shots.
+# Accuracy against ways, with 5 shots.
 
 ax = plot_accuracy([measure(way, 5) for way in (2, 3, 5, 10)], against="way")

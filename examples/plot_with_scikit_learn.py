@@ -48,7 +48,7 @@ search.cv_results_["mean_test_score"]
 # Pipelines
 # ---------
 #
-# At the end of a pipeline it classifies, after steps that prepare the images. This step crops one column on each side.
+# At the end of a pipeline the classifier follows steps that prepare the images. This one crops a column on each side.
 
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -62,7 +62,7 @@ def middle(images):
 make_pipeline(FunctionTransformer(middle), SimpleCNAPSClassifier()).fit(X, y).score(X_query, y_query)
 
 # %%
-# Elsewhere in a pipeline it is a transformer, from images to adapted features (n, d).
+# Elsewhere in a pipeline it is a transformer: images in, adapted features (n, d) out.
 
 from sklearn.svm import SVC
 
@@ -88,7 +88,7 @@ from sklearn.metrics import log_loss
 
 calibrated = CalibratedClassifierCV(SimpleCNAPSClassifier(), method="sigmoid", cv=2, ensemble=False).fit(X, y)
 {
-    "as it is": log_loss(y_query, classifier.predict_proba(X_query)),
+    "not calibrated": log_loss(y_query, classifier.predict_proba(X_query)),
     "calibrated": log_loss(y_query, calibrated.predict_proba(X_query)),
 }
 

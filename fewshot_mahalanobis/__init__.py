@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fewshot_mahalanobis.checkpoints import available_checkpoints as available_checkpoints
-    from fewshot_mahalanobis.checkpoints.loading import load_checkpoint as load_checkpoint
+    from fewshot_mahalanobis.checkpoints.load import load_checkpoint as load_checkpoint
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier as SimpleCNAPSClassifier
     from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier as MahalanobisClassifier
     from fewshot_mahalanobis.folders import load_folder as load_folder
@@ -34,7 +34,7 @@ _MODULES = {
     "SimpleCNAPS": "networks.simple_cnaps",
     "SimpleCNAPSClassifier": "classifier",
     "available_checkpoints": "checkpoints",
-    "load_checkpoint": "checkpoints.loading",
+    "load_checkpoint": "checkpoints.load",
     "load_folder": "folders",
 }
 __all__ = list(_MODULES)

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.example import photographs
-from fewshot_mahalanobis.images import read_or_reason, to_square_array
+from fewshot_mahalanobis.images import ImageBatches, ImageError, to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.predictions import predict_all
 from fewshot_mahalanobis.review import most_useful
 
 __all__ = ["UNKNOWN", "Answer", "Bench", "Neighbour"]
@@ -154,11 +153,15 @@ class Bench:
 
     def _read(self, files: Sequence[str]) -> tuple[list[NDArray[np.uint8]], dict[str, str]]:
         """Pictures, and what is wrong with files that are none; ValueError if all are."""
-        found = {file: read_or_reason(file, self.image_size) for file in files}
-        problems = {Path(file).name: read for file, read in found.items() if isinstance(read, str)}
-        if len(problems) and len(problems) == len({Path(file).name for file in files}):
+        if not files:
+            return [], {}
+        files, errors = [*dict.fromkeys(files)], list[ImageError]()
+        batches = ImageBatches(files, self.image_size, on_error=errors.append)
+        pictures = [picture for batch in batches.decoded() for picture in batch.pixels]
+        problems = {Path(files[error.index]).name: error.reason for error in errors if error.index is not None}
+        if not pictures:
             raise ValueError("Nothing was added. " + "; ".join(f"{name}: {why}" for name, why in problems.items()))
-        return [read for read in found.values() if not isinstance(read, str)], problems
+        return pictures, problems
 
     def _keep(self, kept: Sequence[bool]) -> None:
         pairs = [pair for pair, keep in zip(zip(self.images, self.names, strict=True), kept, strict=True) if keep]
@@ -220,7 +223,7 @@ class Bench:
         if self.classifier is None or not self.queries:
             self.answers, self._usefulness = [], []
             return
-        found = predict_all(self.classifier, self.queries)
+        found = self.classifier.predict_all(self.queries)
         names = [str(label) for label in self.classifier.classes_]
         self.answers = [
             Answer(
@@ -238,9 +241,9 @@ class Bench:
 
     def _neighbours(self, classifier: SimpleCNAPSClassifier, query: NDArray[np.float32]) -> list[Neighbour]:
         """Support images whose features are nearest to those of the query (d,)."""
-        support = classifier.task_.support_features.cpu().numpy()
+        support = classifier.fitted_head_.support.adapted.cpu().numpy()
         distances = np.linalg.norm(support - query, axis=1)
-        labels = classifier.classes_[classifier.task_.support_labels.cpu().numpy()]
+        labels = classifier.classes_[classifier.fitted_head_.labels.cpu().numpy()]
         first = len(support) - len(self.images)  # the images of a model file come before
         return [
             Neighbour(str(labels[i]), float(distances[i]), self.images[i - first] if i >= first else None)

@@ -7,6 +7,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,31 +15,29 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
-from torch import Tensor, nn
+from torch import nn
 
-from fewshot_mahalanobis.calibration import Calibration, calibrate, check_settings
+from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, read_classifier, write_classifier
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import AutoHead, Head, LinearHead, make_head
 from fewshot_mahalanobis.images import ImageBatches
 from fewshot_mahalanobis.labels import checked_labels, label_kind
-from fewshot_mahalanobis.looks import query_looks, restored, states_of, support_looks, with_unadapted
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.onnx_export import write_onnx, write_program
-from fewshot_mahalanobis.refine import check_steps, refined
-from fewshot_mahalanobis.rejection import outlier_score, output_labels, predict_or_reject
-from fewshot_mahalanobis.saving import FittedState, load_classifier, save_classifier
 from fewshot_mahalanobis.sharing import write_repository
-from fewshot_mahalanobis.summary import SupportSummary, summarise
+from fewshot_mahalanobis.support_set.calibration import check_settings
+from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.unknown import output_labels
 
 
-class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, TransformerMixin, BaseEstimator):
+class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, TransformerMixin, BaseEstimator):
     """Image classifier that learns its classes from a few images each, in one forward pass.
 
     Fitting adapts a pretrained network to the support images by FiLM layers and describes each class by a Gaussian of
@@ -63,28 +62,26 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         with it); the checkpoint's own head, with its settings, if that has this name. Or a head object.
     adapt : bool, default=True
         False leaves the network as pretrained ("No Adaptation").
-    refine : int or "auto", default=0
-        Gradient steps of ``fit`` that refine the FiLM parameters; the one counts at which left-out support images are
-        most probable. "auto" takes up to ten, and none that brings little: :func:`~fewshot_mahalanobis.refine.refined`.
     device : str or torch.device, default="auto"
         Where the network runs; "auto" is CUDA where there is one, else the CPU.
     precision : {"auto", "float32", "bfloat16"}, default="auto"
-        Of the network's convolutions; the head computes in float64. "auto" is bfloat16 for the embedded networks on
-        processors (AVX512-BF16, AMX) and CUDA devices that have it natively, else float32; see the page "How fast".
+        Precision of the convolutions. The head always computes in float64. "auto" is bfloat16 for the embedded networks
+        on processors (AVX512-BF16, AMX) and CUDA devices that have it natively, else float32; see the page "How fast".
     batch_size : int, default=64
-        Images in work at a time, to bound memory; results depend on it only by rounding. A batch that does not fit into
-        CUDA's memory is halved until it does, with a warning.
+        Images processed at a time. It bounds memory; results depend on it only by rounding. A batch that does not fit
+        into CUDA's memory is halved until it does, with a warning.
     temperature : float or "auto", default=1.0
         T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits T to support images that are
         left out one at a time; it is 1 if no class has two of them.
     unknown_label : str, int or float, optional
-        What ``predict`` gives for an image that is too far from every class. It must be no class, and of the labels'
-        type. Needs a class of two support images. With it images take a second pass, through the unadapted network.
+        Label that ``predict`` gives to an image too far from every class. It must differ from the classes and have
+        their type. At least one class needs two support images. Every image then takes a second pass, through the
+        network without adaptation.
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). The smallest that n
         support images allow is 1 / (n + 1).
     n_jobs : int, optional
-        Threads that decode images, counted as scikit-learn does (-1: all cores). Default: the usable cores, at most 4.
+        Threads that decode images, counted as in scikit-learn (-1: all cores). By default the usable cores, at most 4.
     verbose : int, default=0
         1 shows progress bars.
 
@@ -100,11 +97,15 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         ``temperature``, or what "auto" chose.
     threshold_ : float or None
         ``predict`` gives ``unknown_label`` where :meth:`outlier_score` is above it; None without ``unknown_label``.
+    fitted_head_ : FittedHead
+        The head fitted to the support set, with its calibration.
     device_ : torch.device
     model_ : SimpleCNAPS
         The pretrained model, unadapted.
+    precision_ : str
+        ``precision`` as it was when the classifier was fitted.
     task_ : AdaptedTask
-        The model adapted to the support set.
+        The adapted network and the fitted head.
 
     References
     ----------
@@ -121,14 +122,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
     (3,)
     """
 
-    _fixed: dict[str, Any]
-    classes_: NDArray[Any]
-    class_counts_: NDArray[np.int64]
-    n_features_out_: int
-    temperature_: float
-    threshold_: float | None
     device_: torch.device
     model_: SimpleCNAPS
+    precision_: str
     task_: AdaptedTask
 
     def __init__(
@@ -137,7 +133,6 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         *,
         head: str | nn.Module = "auto",
         adapt: bool = True,
-        refine: int | str = 0,
         device: str | torch.device = "auto",
         precision: str = "auto",
         batch_size: int = 64,
@@ -150,7 +145,6 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         self.checkpoint = checkpoint
         self.head = head
         self.adapt = adapt
-        self.refine = refine
         self.device = device
         self.precision = precision
         self.batch_size = batch_size
@@ -180,10 +174,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         device = choose_device(self.device)
         check_precision(self.precision)
         model = self.checkpoint if isinstance(self.checkpoint, SimpleCNAPS) else load_checkpoint(self.checkpoint)
-        if model.training or model.device != device:  # else it is shared: nothing here changes a model
+        if model.training or model.device != device:  # otherwise it is shared: nothing here changes a model
             model = copy.deepcopy(model).eval().to(device)
         dtype = choose_dtype(self.precision, model)
-        head = _head(self.head, model)
+        head = model.head_named(self.head)
         batches = self._batches(X, model.image_size, "fit")
         labels = checked_labels(y, batches.n_images)
         classes, codes = np.unique(labels, return_inverse=True)
@@ -191,143 +185,107 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             raise ValueError(f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}")
         output_labels(classes, self.unknown_label)  # checked, like the next line, before the network runs
         check_settings(self.temperature, self.false_rejection_rate)
-        check_steps(self.refine)
 
-        images, targets = batches.stacked(dtype), torch.from_numpy(codes)
-        task, _ = within_memory(
-            lambda size: model.adapt(images, targets, head=head, adapt=self.adapt, dtype=dtype, batch_size=size),
-            batches.batch_size,
-        )
-        task = refined(model, task, images, steps=self.refine, batch_size=batches.batch_size, progress=self.verbose > 0)
-        networks = [task] if self.unknown_label is None else with_unadapted(model, task, images, batches.batch_size)
-        self._set_state(networks, classes, device_=device, model_=model, _fixed=self._fixed_by_fit())
+        images, targets, batch_size = batches.stacked(dtype), torch.from_numpy(codes), batches.batch_size
+        adapted = partial(model.adapted_network, images, targets, adapt=self.adapt, dtype=dtype)
+        network, batch_size = within_memory(lambda size: adapted(batch_size=size), batch_size)
+        unadapted = model.with_film(None, dtype) if self.unknown_label is not None and network.film else None
+        support, _ = _features(network, unadapted, images, batch_size)
+        fitted_head = self._fitted(head, support, targets, classes)
+        task = AdaptedTask(network, fitted_head, unadapted)
+        self._set(device_=device, model_=model, precision_=self.precision, task_=task)
         return self
 
     def partial_fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
-        """Add support images ``X`` (n) of known or of new classes ``y`` (n,); returns the classifier itself.
+        """Add support images of known or new classes.
 
         The network stays adapted as by the first ``fit``; the result is that of one fit to all support images so far
         under that adaptation. ``classes_`` stays sorted, so columns of the logits may move. Before ``fit`` this is
-        ``fit``. ValueError as ``fit``, or if a label is of another type than before; the fitted state is kept.
+        ``fit``.
+
+        Parameters
+        ----------
+        X : collection of n images
+        y : array-like of shape (n,)
+            Labels, of the type given to ``fit``.
+
+        Raises
+        ------
+        ValueError
+            As ``fit``, or a label is of another type than before. The fitted state is kept.
         """
         if not hasattr(self, "task_"):
             return self.fit(X, y)
+        before = self.fitted_head_
         batches = self._query_batches(X, "partial_fit")
         labels = checked_labels(y, batches.n_images)
-        kind, known = label_kind(labels.tolist()[0]), label_kind(self.classes_.tolist()[0])
+        kind, known = label_kind(labels.tolist()[0]), label_kind(before.classes.tolist()[0])
         if kind != known:
             raise ValueError(
                 f"label {labels.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
             )
-        classes = np.unique(np.concatenate([self.classes_, labels]))
+        classes = np.unique(np.concatenate([before.classes, labels]))
         output_labels(classes, self.unknown_label)  # checked before the network runs
-        before = np.searchsorted(classes, self.classes_)[self.task_.support_labels.cpu().numpy()]
-        codes = np.concatenate([before, np.searchsorted(classes, labels)])
+        old_codes = np.searchsorted(classes, before.classes)[before.labels.cpu().numpy()]
+        codes = np.concatenate([old_codes, np.searchsorted(classes, labels)])
 
-        networks = self._networks[: 1 if self.unknown_label is None else None]
-        new = zip(*self._features(batches, networks), strict=True)
-        features = [torch.cat([network.support_features, *found]) for network, found in zip(networks, new, strict=True)]
-        targets = torch.from_numpy(codes)
-        self._set_state([network.refit(x, targets) for network, x in zip(networks, features, strict=True)], classes)
+        network, unadapted, old = self.task_.network, self.task_.unadapted, before.support
+        if self.unknown_label is None:
+            unadapted, old = None, Features(old.adapted)
+        elif unadapted is None and network.film is not None:
+            warnings.warn(
+                "unknown_label was set after fit, which kept no features of the network without adaptation: unknown "
+                "images are recognised by adapted features alone. To compare both, fit again to all support images",
+                stacklevel=2,
+            )
+        support = Features.joined([old, *self._features(batches, network, unadapted)])
+        fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), classes)
+        self._set(task_=AdaptedTask(network, fitted_head, unadapted))
         return self
 
-    def _set_state(
-        self,
-        networks: list[AdaptedTask],  # the adapted one and, if it looks at images too, the unadapted one
-        classes: NDArray[Any],
-        calibration: Calibration | None = None,
-        **others: Any,
-    ) -> None:
-        answers, task = output_labels(classes, self.unknown_label), networks[0]
-        if calibration is None:
-            calibration = calibrate(
-                support_looks(networks),
-                task.support_labels,
-                temperature=self.temperature,
-                false_rejection_rate=self.false_rejection_rate,
-                reject=self.unknown_label is not None,
-            )
-        fitted = {
-            "task_": task,
-            "classes_": classes,
-            "class_counts_": np.bincount(task.support_labels.cpu().numpy(), minlength=len(classes)),
-            "n_features_out_": task.support_features.shape[1],
-            "temperature_": calibration.temperature,
-            "threshold_": calibration.threshold,
-            "_units": calibration.units,
-            "_networks": networks,
-            "_output_labels": answers,
-            **others,
-        }
+    def _fitted(self, head: Any, support: Features, labels: torch.Tensor, classes: NDArray[Any]) -> FittedHead:
+        return FittedHead.fit(
+            head,
+            support,
+            labels,
+            classes,
+            temperature=self.temperature,
+            unknown_label=self.unknown_label,
+            false_rejection_rate=self.false_rejection_rate,
+        )
+
+    def _set(self, **fitted: Any) -> None:
         self.__dict__.update(fitted)  # in one step, so that an interruption comes before it or after it
 
-    # ---------------------------------------------------------------- queries
+    @property
+    def fitted_head_(self) -> FittedHead:  # type: ignore[override]
+        """The head fitted to the support set."""
+        return self.task_.fitted_head
 
-    def predict(self, X: Any, *, transductive: bool = False) -> NDArray[Any]:
-        """Labels (m,) of query images, of the type given to ``fit``.
+    @property
+    def n_features_out_(self) -> int:
+        """Width d of a feature vector."""
+        return self.task_.network.out_features
 
-        An image whose :meth:`outlier_score` is above ``threshold_`` gets ``unknown_label``, if there is one. Images are
-        decoded and dropped batch by batch, so any number of paths fits in memory. Each is classified on its own, with
-        ``transductive`` after all have refined the classes (page "Many queries at once"). ValueError names a bad image.
-        """
-        found = self._seen(X, "predict")
-        if transductive:
-            x, _, scores = (torch.cat([*parts]) for parts in zip(*found, strict=True))
-            found = iter([(x, self.task_.transductive_logits(x, self.temperature_), scores)])
-        chosen = [predict_or_reject(*seen[1:], self.threshold_) for seen in found]
-        return self._output_labels[np.concatenate(chosen)]
-
-    def outlier_score(self, X: Any) -> NDArray[np.float64]:
-        """How far images (m of any kind) are from all classes, (m,).
-
-        With ``unknown_label`` it is a sum, in standard deviations of left-out support images: see the page "Unknown
-        classes". Without it minus the largest logit, for the Mahalanobis head s times the squared distance.
-        """
-        return torch.cat([scores.cpu() for *_, scores in self._seen(X, "outlier_score")]).numpy()
-
-    def decision_function(self, X: Any) -> NDArray[np.float32]:
-        """Logits (m, k), of the paper's head -s times squared distances; of two classes log-odds (m,) of the second."""
-        logits = torch.cat([logits.cpu() for logits in self._logits(X, "decision_function")])
-        return (logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits).numpy()
-
-    def predict_log_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
-        """Logarithms (m, k) of :meth:`predict_proba`, exact where a probability underflows."""
-        logits = torch.cat([logits.cpu() for logits in self._logits(X, "predict_proba", transductive)])
-        return torch.log_softmax(logits.double() / self.temperature_, dim=1).numpy()
-
-    def predict_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
-        """Probabilities (m, k) of the known classes: the softmax of the logits over T (equation 1 for T = 1)."""
-        return np.exp(self.predict_log_proba(X, transductive=transductive))
+    # ---------------------------------------------------------------- features
 
     def transform(self, X: Any) -> NDArray[np.float32]:
         """Adapted features (m, d) of m images."""
         check_is_fitted(self)
-        features = self._features(self._query_batches(X, "transform"), [self.task_])
-        return torch.cat([batch.cpu() for (batch,) in features]).numpy()
+        batches = self._features(self._query_batches(X, "transform"), self.task_.network, None)
+        return torch.cat([features.adapted for features in batches]).cpu().numpy()
 
-    def _logits(self, X: Any, name: str, transductive: bool = False) -> Iterator[Tensor]:
-        check_is_fitted(self)
-        found = (features for (features,) in self._features(self._query_batches(X, name), [self.task_]))
-        if transductive:
-            return iter([self.task_.transductive_logits(torch.cat([*found]), self.temperature_)])
-        return map(self.task_.head_logits, found)
+    def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
+        unadapted = self.task_.unadapted if for_outliers else None
+        return self._features(self._query_batches(X, method), self.task_.network, unadapted)
 
-    def _seen(self, X: Any, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Adapted features, logits and outlier scores, batch by batch."""
-        check_is_fitted(self)
-        states = [] if self._units is None else states_of(self._networks)
-        for features in self._features(self._query_batches(X, name), self._networks):
-            logits = query_looks(self._networks, states, features)
-            yield features[0], logits[0], outlier_score(logits, self._units)
-
-    def _features(self, batches: ImageBatches, networks: list[AdaptedTask]) -> Iterator[list[Tensor]]:
-        size = batches.batch_size
+    def _features(
+        self, batches: ImageBatches, network: AdaptedNetwork, unadapted: AdaptedNetwork | None
+    ) -> Iterator[Features]:
+        batch_size = batches.batch_size
         for images in batches:
-            found = []
-            for network in networks:
-                features, size = within_memory(partial(network.features, images), min(size, len(images)))
-                found.append(features)
-            yield found
+            features, batch_size = _features(network, unadapted, images, min(batch_size, len(images)))
+            yield features
 
     def _query_batches(self, X: Any, name: str) -> ImageBatches:
         return self._batches(X, self.model_.image_size, name, ahead=self.device_.type != "cpu")
@@ -348,11 +306,6 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         tags.input_tags.string = True
         return tags
 
-    def summary(self) -> SupportSummary:
-        """Images a class, leave-one-out accuracy, confusions, and support images that look wrong; ``print`` it."""
-        check_is_fitted(self)
-        return summarise(self.task_, self.classes_)
-
     # ---------------------------------------------------------------- keeping
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -362,7 +315,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         An existing file is replaced, whole or not at all. ValueError if ``head`` is a ``LinearHead`` or of a class of
         your own (pickling keeps any head), OSError if the file cannot be written.
         """
-        save_classifier(self._fitted_state(), path)
+        write_classifier(self._state(), path)
 
     @classmethod
     def load(
@@ -389,7 +342,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             The file is of another kind, of a newer version or damaged, or ``backbone`` is missing, not needed or
             another network. FileNotFoundError if it is absent; ImportError if timm is, and the network is one of it.
         """
-        return load_classifier(cls._restored, path, device, backbone)
+        return cls._restored(read_classifier(path, device, backbone))
 
     def push_to_hub(
         self,
@@ -422,12 +375,12 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             ``head`` cannot be saved (see :meth:`save`), or a thumbnail or its label cannot be used; UploadError if the
             repository cannot be written, which then is what it was.
         """
-        state = self._fitted_state()
+        check_is_fitted(self)
         if thumbnails is not None:
             images, labels = thumbnails
             thumbnails = images, checked_labels(labels, ImageBatches(images, 1).n_images)
         with tempfile.TemporaryDirectory() as folder:
-            write_repository(Path(folder), repo_id, state, self.summary(), thumbnails)
+            write_repository(Path(folder), repo_id, self._state(), self.summary(), thumbnails)
             return upload(Path(folder), repo_id, private=private, token=token, message="Push fitted classifier")
 
     @classmethod
@@ -474,47 +427,33 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
         check_is_fitted(self)
         write_program(self.model_, self.task_, path, self.classes_.tolist())
 
-    def _fitted_state(self) -> FittedState:
-        check_is_fitted(self)
-        unknown = None if self.threshold_ is None else self._output_labels.tolist()[-1]
-        return FittedState(
-            {**self.get_params(deep=False), "head": self.task_.head, **self._fixed, "unknown_label": unknown},
-            self.model_,
-            self.task_.film,
-            self.task_.support_features,
-            self.task_.support_labels,
-            self.classes_,
-            Calibration(self.temperature_, self.threshold_, self._units),
-            self.task_._state.settings if isinstance(self.task_.head, AutoHead) else None,
-            *(network.support_features for network in self._networks[1:]),
-        )
+    # One state for files and for pickles: the constructor arguments, the model, and what was fitted.
 
-    def _fixed_by_fit(self) -> dict[str, Any]:  # in effect until the next fit, whatever set_params says
-        names = ("adapt", "refine", "precision", *(["head"] if isinstance(self.head, str) else []))
-        return {name: getattr(self, name) for name in names}
+    def _state(self) -> ClassifierState:
+        check_is_fitted(self)
+        film = self.task_.network.film
+        return ClassifierState(self.get_params(deep=False), self.model_, film, self.precision_, self.fitted_head_)
 
     @classmethod
-    def _restored(cls, state: FittedState) -> SimpleCNAPSClassifier:
-        self, model = cls(**state.parameters), state.model
-        head = _head(self.head, model)
-        chosen = head if state.means is None else AutoHead(state.means)
-        dtype, features = choose_dtype(self.precision, model), (state.support_features, state.frozen_features)
-        networks = restored(model, state.film, chosen, dtype, features, state.support_labels)
-        networks[0].head = head  # which chooses anew when examples are added
-        others = {"device_": model.device, "model_": model, "_fixed": self._fixed_by_fit()}
-        self._set_state(networks, state.classes, state.calibration, **others)
+    def _restored(cls, state: ClassifierState) -> SimpleCNAPSClassifier:
+        self = cls(**state.parameters)
+        self._restore(state)
         return self
 
+    def _restore(self, state: ClassifierState) -> None:
+        """Take a state whose parts are on one device, and fold the networks again."""
+        model, dtype = state.model, choose_dtype(state.precision, state.model)
+        unadapted = None if state.fitted_head.support.unadapted is None else model.with_film(None, dtype)
+        task = AdaptedTask(model.with_film(state.film, dtype), state.fitted_head, unadapted)
+        self._set(device_=model.device, model_=model, precision_=state.precision, task_=task)
+
     def __getstate__(self) -> dict[str, Any]:
-        # On the CPU, for machines without this device; the model and the FiLM parameters give back the folded network.
+        # On the CPU, for machines without this device. The model and the FiLM parameters give back the folded networks.
         state = {name: on_cpu(value) for name, value in super().__getstate__().items()}
         if "task_" in state:
-            task = self.task_
-            film = None if task.film is None else task.film.to(torch.device("cpu"))
-            head = None if task.head is self.model_.head else on_cpu(task.head)
-            features = [network.support_features.cpu() for network in self._networks]
-            state["task_"] = film, head, features, task.support_labels.cpu()
-            del state["_networks"]
+            film = self.task_.network.film
+            film = None if film is None else film.to(torch.device("cpu"))
+            state["task_"] = ClassifierState({}, state["model_"], film, self.precision_, self.fitted_head_)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -525,26 +464,19 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, ClassifierMixin, Tr
             except ValueError:
                 device = torch.device("cpu")
                 warnings.warn(f"there is no device {self.device_} here: the classifier is on the CPU", stacklevel=2)
-            film, head, features, labels = state["task_"]
-            self.device_, model = device, self.model_.to(device)
-            film = None if film is None else film.to(device)
-            head = model.head if head is None else head.to(device)
-            dtype = choose_dtype(self._fixed["precision"], model)
-            self._networks = restored(model, film, head, dtype, features, labels)
-            self.task_ = self._networks[0]
+            kept = state["task_"]
+            film = None if kept.film is None else kept.film.to(device)
+            self._restore(
+                replace(kept, model=kept.model.to(device), film=film, fitted_head=kept.fitted_head.to(device))
+            )
 
 
-def _head(head: str | nn.Module, model: SimpleCNAPS) -> Head:
-    """Find or make the head that a constructor argument names, on the model's device."""
-    if isinstance(head, nn.Module):
-        return copy.deepcopy(head).to(model.device).eval()  # type: ignore[return-value]
-    if head == model.config["head"]:
-        return model.head
-    if head == LinearHead.name:
-        raise ValueError(
-            f"the checkpoint has no trained linear head, its head is {model.config['head']!r}: "
-            "choose another head or a checkpoint of CNAPS"
-        )
-    settings = [model.config[name] for name in ("beta", "task_covariance", "one_shot_covariance")]
-    made = make_head(head, covariance=RegularizedCovariance(*settings), scale=model.config["scale"])
-    return made.to(model.device)
+def _features(
+    network: AdaptedNetwork, unadapted: AdaptedNetwork | None, images: torch.Tensor, batch_size: int
+) -> tuple[Features, int]:
+    """Features of images by one network or two, and the batch size that fitted into memory."""
+    adapted, batch_size = within_memory(partial(network.features, images), batch_size)
+    if unadapted is None:
+        return Features(adapted), batch_size
+    pretrained, batch_size = within_memory(partial(unadapted.features, images), batch_size)
+    return Features(adapted, pretrained), batch_size

@@ -181,8 +181,7 @@ def predict(
         fewshot-mahalanobis predict flowers.safetensors 1.jpg 2.jpg --json --top-k 3
     """
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-    from fewshot_mahalanobis.label_tables import to_json, write_csv
-    from fewshot_mahalanobis.labelling import predict_files
+    from fewshot_mahalanobis.labelling import predict_files, to_json, write_csv
 
     with clear_errors():
         paths = _image_files(images)
@@ -201,27 +200,26 @@ def predict(
 
 def _labelled_files(support: Path) -> tuple[list[Path], list[str]]:
     """Image files and labels of a folder with a sub-folder per class, or of a table."""
-    from fewshot_mahalanobis.folders import find_class_images
-    from fewshot_mahalanobis.label_tables import read_labels
+    from fewshot_mahalanobis.folders import find_class_images, read_labels
 
     if support.suffix.lower() in (".csv", ".tsv", ".txt") and not support.is_dir():
         return read_labels(support)
-    found = find_class_images(support)
-    if note := found.note():
+    images = find_class_images(support)
+    if note := images.note():
         typer.echo(note, err=True)
-    return found.paths, found.labels
+    return images.paths, images.labels
 
 
-def _image_files(given: list[Path]) -> list[Path]:
-    """Image files among and below the given ones."""
+def _image_files(files_or_folders: list[Path]) -> list[Path]:
+    """The files, and all image files below the folders."""
     from fewshot_mahalanobis.folders import find_images
 
     paths = []
-    for entry in given:
-        found = find_images(entry)
-        if note := found.note():
-            typer.echo(f"{entry}: {note}", err=True)
-        paths += found.paths
+    for place in files_or_folders:
+        images = find_images(place)
+        if note := images.note():
+            typer.echo(f"{place}: {note}", err=True)
+        paths += images.paths
     return paths
 
 
@@ -230,53 +228,44 @@ def sort(
     model: Model,
     images: Images,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the sorted images; made if absent.")],
-    link: Annotated[bool, typer.Option("--link/--copy", help="Make links instead of copies.")] = False,
+    link: Annotated[bool, typer.Option("--link", help="Make links instead of copies.")] = False,
+    move: Annotated[bool, typer.Option("--move", help="Move the images instead of copying them.")] = False,
     min_probability: Annotated[
         float, typer.Option(min=0, max=1, help="Images less probable than this go to the folder `unsure`.")
     ] = 0.5,
     skip_errors: SkipErrors = False,
     device: Device = "auto",
 ) -> None:
-    """Sort images into a folder for each class. The images themselves stay where they are.
-
-    The table sorted.csv in the output folder says what went where; `unsort` undoes it.
+    """Copy images to a folder for each class. Without --move the images themselves stay where they are.
 
     For example:
 
         fewshot-mahalanobis sort flowers.safetensors holiday/ -o sorted/
 
-        fewshot-mahalanobis unsort sorted/
+        fewshot-mahalanobis sort flowers.safetensors holiday/ -o sorted/ --link
     """
     with clear_errors():
+        if link and move:
+            raise ValueError("--link and --move exclude each other")
         check_output(output, folder=True)
         paths = _image_files(images)
 
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-        from fewshot_mahalanobis.sorting import TABLE, sort_files
+        from fewshot_mahalanobis.sorting import sort_files
 
         classifier = SimpleCNAPSClassifier.load(model, device=device)
-        rows, skipped = sort_files(
-            classifier, paths, output, link=link, min_probability=min_probability, skip_errors=skip_errors
+        sorted_files, skipped = sort_files(
+            classifier,
+            paths,
+            output,
+            how="link" if link else "move" if move else "copy",
+            min_probability=min_probability,
+            skip_errors=skip_errors,
         )
-    counts = Counter(Path(row.sorted_as).parent.name for row in rows)
+    counts = Counter(file.sorted_as.parent.name for file in sorted_files)
     listed = f" ({', '.join(f'{name} {count}' for name, count in sorted(counts.items()))})" if counts else ""
-    typer.echo(f"{output}: {number_of(len(rows), 'image')} sorted{listed}, table {output / TABLE}")
+    typer.echo(f"{output}: {number_of(len(sorted_files), 'image')} sorted{listed}")
     report_skipped(skipped, len(paths))
-
-
-@app.command()
-def unsort(output: Annotated[Path, typer.Argument(help="Folder that `sort` made, or the table in it.")]) -> None:
-    """Undo `sort`: remove its links, and the copies whose originals are unchanged.
-
-    Example: fewshot-mahalanobis unsort sorted/
-    """
-    from fewshot_mahalanobis.sorting import undo_sorting
-
-    with clear_errors():
-        kept = undo_sorting(output)
-    for path in kept:
-        typer.echo(f"kept {path}: it or its original was changed, moved or deleted")
-    typer.echo(f"{output}: undone" + (f" but for {number_of(len(kept), 'file')}" if kept else ""))
 
 
 @app.command("app")
@@ -303,7 +292,7 @@ def run_app(
         if model is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --model exclude each other: a model file has its own network")
         from fewshot_mahalanobis.app import make_page, serve
-        from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+        from fewshot_mahalanobis.checkpoints.load import load_checkpoint
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
         start = load_checkpoint(checkpoint) if model is None else SimpleCNAPSClassifier.load(model, device=device)
@@ -402,7 +391,7 @@ def download_checkpoint(
 
     Example: fewshot-mahalanobis checkpoints download simple-cnaps-meta-dataset
     """
-    from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+    from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
     with clear_errors():
         load_checkpoint(name)

@@ -21,7 +21,6 @@ from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.example import photographs
 from fewshot_mahalanobis.images import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.predictions import predict_all
 
 WAY, SHOT, QUERIES = 10, 5, 5
 
@@ -47,7 +46,7 @@ def run_demo(
     start = time.perf_counter()
     classifier = SimpleCNAPSClassifier(checkpoint).fit(example.support, example.labels)
     fitted = time.perf_counter()
-    said = predict_all(classifier, example.queries)
+    said = classifier.predict_all(example.queries)
     done = time.perf_counter()
     right = int((said.labels == example.truth).sum())
     say(f"  fitted in {fitted - start:.1f} s (loading the network included)")

@@ -1,4 +1,4 @@
-"""Where a network runs, in which precision, and in batches of what size."""
+"""The device and the precision of a network, and batches that fit the memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0
-from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 Result = TypeVar("Result")
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """Device that a name stands for, with its index: "cuda:0" for "cuda".
+    """Return the device of this name, with its index: "cuda:0" for "cuda".
 
-    "auto" is CUDA where there is one, else the CPU. ValueError if no tensor can be made there.
+    "auto" is CUDA if it is available, else the CPU. ValueError if no tensor can be created on the device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,8 +34,7 @@ def choose_dtype(precision: str, model: SimpleCNAPS) -> torch.dtype:
     "auto" is float32 for networks other than those of the embedded checkpoints: the effect of bfloat16 on their
     predictions has not been measured.
     """
-    network = model.feature_extractor
-    measured = isinstance(network, FilmResNet18) or (isinstance(network, Backbone) and network.timm == LITE0)
+    measured = model.feature_extractor.bfloat16_measured
     return native_dtype("float32" if precision == "auto" and not measured else precision, model.device)
 
 
@@ -105,15 +101,23 @@ def native_bfloat16(device: torch.device) -> bool:
 
 
 def on_cpu(value: Any) -> Any:
-    """A module as it is if it is on the CPU, else a copy there; anything else as it is."""
+    """Copy a module to the CPU if it is on another device; return anything else as it is."""
     elsewhere = isinstance(value, nn.Module) and any(p.device.type != "cpu" for p in value.parameters())
     return copy.deepcopy(value).cpu() if elsewhere else value
 
 
 def within_memory(compute: Callable[[int], Result], batch_size: int) -> tuple[Result, int]:
-    """Call ``compute(batch_size)``, with the size halved, and a warning, until CUDA's memory holds such a batch.
+    """Call ``compute(batch_size)``; halve the size, with a warning, until CUDA's memory holds such a batch.
 
-    Returns the result and the size that worked. torch.cuda.OutOfMemoryError if the memory does not hold one image.
+    Returns
+    -------
+    (Result, int)
+        The result, and the size that worked.
+
+    Raises
+    ------
+    torch.cuda.OutOfMemoryError
+        The memory does not hold one image.
     """
     size = batch_size
     while True:

@@ -2,53 +2,54 @@
 
 from __future__ import annotations
 
-from copy import copy
+from collections.abc import Iterator
+from copy import copy, deepcopy
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 
-from fewshot_mahalanobis.calibration import calibrate
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.gaussians.uncertain_means import choose_means_settings
-from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
-from fewshot_mahalanobis.rejection import Look, outlier_score, output_labels, predict_or_reject
-from fewshot_mahalanobis.transduction import transductive_logits
+from fewshot_mahalanobis.gaussians.inputs import class_means
+from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, LinearHead, MahalanobisHead, make_head
+from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 
-class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
+class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     """Nearest class mean under regularised Mahalanobis distances.
 
-    It suits few examples in many dimensions; a class of one example will do. By default all settings are chosen on the
-    training examples. ``head="mahalanobis"`` is that of Simple CNAPS: the probability of class k is the softmax of
-    -s (x - mu_k)^T Q_k^-1 (x - mu_k), with Q_k = lambda_k Sigma_k + (1 - lambda_k) Sigma + beta I and
+    It suits few examples in many dimensions; a class may have a single example. By default all settings are chosen on
+    the training examples. ``head="mahalanobis"`` is the head of Simple CNAPS: the probability of class k is the softmax
+    of -s (x - mu_k)^T Q_k^-1 (x - mu_k), with Q_k = lambda_k Sigma_k + (1 - lambda_k) Sigma + beta I and
     lambda_k = n_k / (n_k + 1), equations 1-3 of Bateni et al., "Improved Few-Shot Visual Classification", CVPR 2020.
 
     Parameters
     ----------
-    beta : float or "auto", default=1.0
-        Of ``head="mahalanobis"``, like ``task_covariance`` and ``scale``: weight of the identity in Q_k, > 0, in
-        squared feature units. It should be of the order of a feature's variance. "auto" chooses it when fitted, by
-        leaving out one training example at a time.
-    head : {"auto", "mahalanobis"}, default="auto"
-        :class:`~fewshot_mahalanobis.heads.AutoHead`, or the paper's head.
-    task_covariance : bool, default=True
-        False leaves the covariance of all classes together out: Q_k = Sigma_k + beta I.
-    scale : float, default=1.0
-        s > 0. It sharpens the probabilities and does not change the predictions.
+    beta : float or "auto", optional
+        Weight of the identity in Q_k, > 0, in squared feature units. It should be of the order of a feature's variance.
+        "auto" chooses it by leaving out one training example at a time. By default 1 with ``head="mahalanobis"``.
+        ``beta``, ``task_covariance`` and ``scale`` are settings of the paper's head: giving one of them selects it.
+    head : str or Head, default="auto"
+        "auto" is :class:`~fewshot_mahalanobis.heads.AutoHead`, or the paper's head if one of its settings is given.
+        "mahalanobis" is the paper's head. Also "euclidean", "manhattan", "cosine" and "dot_product", or a head object.
+    task_covariance : bool, optional
+        False leaves out the covariance of all classes together: Q_k = Sigma_k + beta I. By default True.
+    scale : float, optional
+        s > 0. It sharpens the probabilities and does not change the predictions. By default 1.
     temperature : float or "auto", default=1.0
         T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits it to training examples that
-        are left out one at a time; where no class has two of them, it is 1.
+        are left out one at a time. It is 1 if no class has two examples.
     unknown_label : str or number, optional
-        What ``predict`` answers for a query that is too foreign to every class. It is no class, and of the labels'
-        type. Needs a class of two examples.
+        Label that ``predict`` gives to a query too far from every class. It must differ from the classes and have their
+        type. At least one class needs two examples.
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). With n training examples
-        the smallest that can be had is 1 / (n + 1).
+        the smallest possible share is 1 / (n + 1).
 
     Attributes
     ----------
@@ -58,12 +59,14 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         Training examples of each class.
     means_ : ndarray of shape (k, d)
         Class means.
-    beta_ : float
-        ``beta``, or what was chosen.
+    beta_ : float or None
+        ``beta``, or what was chosen; None for heads without it.
     temperature_ : float
         ``temperature``, or what "auto" chose.
     threshold_ : float or None
-        ``predict`` answers ``unknown_label`` where :meth:`outlier_score` is above it; None without ``unknown_label``.
+        ``predict`` gives ``unknown_label`` where :meth:`outlier_score` is above it; None without ``unknown_label``.
+    fitted_head_ : FittedHead
+        The head fitted to the training examples, with its calibration.
     n_features_in_ : int
         Feature width d.
     feature_names_in_ : ndarray of shape (d,)
@@ -79,11 +82,11 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
 
     def __init__(
         self,
-        beta: float | str = 1.0,
+        beta: float | str | None = None,
         *,
-        head: str = "auto",
-        task_covariance: bool = True,
-        scale: float = 1.0,
+        head: str | Head[Any] = "auto",
+        task_covariance: bool | None = None,
+        scale: float | None = None,
         temperature: float | str = 1.0,
         unknown_label: Any = None,
         false_rejection_rate: float = 0.05,
@@ -150,8 +153,11 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
                 raise ValueError(f"classes are {named.tolist()}, but an earlier partial_fit named {allowed.tolist()}")
             allowed = named
         if not first:
-            unique_labels(self._labels, labels)  # raises where strings would meet numbers
-            features, labels = np.concatenate([self._features, features]), np.concatenate([self._labels, labels])
+            before = self.fitted_head_
+            old_labels = before.classes[before.labels.numpy()]
+            unique_labels(old_labels, labels)  # raises where strings would meet numbers
+            features = np.concatenate([before.support.adapted.numpy(), features])
+            labels = np.concatenate([old_labels, labels])
         if allowed is not None and len(unknown := np.setdiff1d(labels, allowed)):
             raise ValueError(f"label {unknown.tolist()[0]!r} is not among the classes {allowed.tolist()}")
         return self._become(fresh, features, labels, allowed)
@@ -164,73 +170,47 @@ class MahalanobisClassifier(ClassifierMixin, BaseEstimator):
         allowed: NDArray[Any] | None,
     ) -> MahalanobisClassifier:
         """Fit ``fresh``, a copy of this estimator, and take its place: an error leaves this one untouched."""
-        fresh._features, fresh._labels, fresh._allowed = np.array(features), np.array(labels), allowed
-        fresh.classes_, indices, fresh.class_counts_ = np.unique(labels, return_inverse=True, return_counts=True)
-        fresh._output_labels = output_labels(fresh.classes_, self.unknown_label)
-        support, targets = torch.from_numpy(fresh._features), torch.tensor(indices, dtype=torch.int64)
-        if self.head == AutoHead.name:
-            if (self.beta, self.task_covariance, self.scale) != (1.0, True, 1.0):
-                raise ValueError(
-                    'beta, task_covariance and scale are settings of head="mahalanobis"; head="auto" chooses its own'
-                )
-            fresh._head = AutoHead(choose_means_settings(support, targets))
-            fresh._state = fresh._head.fit(support, targets)
-            gaussians = fresh._state.gaussians
-        elif self.head == MahalanobisHead.name:
-            covariance = RegularizedCovariance(self.beta, self.task_covariance)
-            fresh._head = MahalanobisHead(covariance.with_chosen_settings(support, targets), self.scale)
-            fresh._state = gaussians = fresh._head.fit(support, targets)
-        else:
-            raise ValueError(f'head must be "auto" or "mahalanobis", got {self.head!r}')
-        fresh.means_, fresh.beta_ = fresh._state.means.numpy(), gaussians.beta
-        fresh.temperature_, fresh.threshold_, _ = calibrate(
-            [Look(fresh._head, support)],
-            targets,
+        fresh._allowed = allowed
+        classes, indices = np.unique(labels, return_inverse=True)
+        fresh.fitted_head_ = FittedHead.fit(
+            self._head(),
+            Features(torch.tensor(features)),
+            torch.tensor(indices, dtype=torch.int64),
+            classes,
             temperature=self.temperature,
+            unknown_label=self.unknown_label,
             false_rejection_rate=self.false_rejection_rate,
-            reject=self.unknown_label is not None,
+            similarities=False,
         )
         self.__dict__ = fresh.__dict__
         return self
 
-    def _logits(self, X: ArrayLike, transductive: bool = False) -> torch.Tensor:
-        check_is_fitted(self)
-        queries = torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
-        if not transductive:
-            return self._head.logits(self._state, queries)
-        labels = torch.from_numpy(np.searchsorted(self.classes_, self._labels))
-        support = torch.from_numpy(self._features)
-        return transductive_logits(self._head, self._state, support, labels, queries, self.temperature_)
+    def _head(self) -> Head[Any]:
+        given = {"beta": self.beta, "task_covariance": self.task_covariance, "scale": self.scale}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not isinstance(self.head, str):
+            head: Head[Any] = deepcopy(self.head).eval()
+        else:
+            if self.head == LinearHead.name:
+                raise ValueError('head="linear" has learned weights: it is for SimpleCNAPSClassifier with a checkpoint')
+            name = MahalanobisHead.name if given and self.head == AutoHead.name else self.head
+            head = make_head(name, {**PAPER_SETTINGS, **given})
+        if given and not isinstance(head, MahalanobisHead):
+            raise ValueError(f'{", ".join(given)}: settings of head="mahalanobis", not of {self.head!r}')
+        return head
 
-    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Logits (n, k), for the paper's head -s (x - mu_k)^T Q_k^-1 (x - mu_k).
+    def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
+        yield Features(torch.tensor(validate_data(self, X, dtype=np.float64, reset=False)))
 
-        Of two classes second minus first, shape (n,).
-        """
-        logits = self._logits(X).numpy()
-        return logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits
+    @property
+    def means_(self) -> NDArray[np.float64]:
+        """Class means, shape (k, d)."""
+        return class_means(self.fitted_head_.support.adapted, self.fitted_head_.labels).numpy()
 
-    def outlier_score(self, X: ArrayLike) -> NDArray[np.float64]:
-        """How foreign each row is to all classes, shape (n,): s times the squared distance to the nearest class mean.
-
-        Larger is more foreign. Defined without ``unknown_label`` too.
-        """
-        return outlier_score([self._logits(X)]).numpy()
-
-    def predict(self, X: ArrayLike, *, transductive: bool = False) -> NDArray[Any]:
-        """Label of the nearest class for each row, shape (n,), or ``unknown_label`` where even that is too far.
-
-        Each row is classified on its own, with ``transductive`` after all have refined the classes (page "Many queries
-        at once").
-        """
-        logits = self._logits(X)
-        refined = self._logits(X, transductive) if transductive else logits
-        return self._output_labels[predict_or_reject(refined, outlier_score([logits]), self.threshold_)]
-
-    def predict_proba(self, X: ArrayLike, *, transductive: bool = False) -> NDArray[np.float64]:
-        """Probability of each known class (equation 1, at the temperature), shape (n, k), in ``classes_``'s order."""
-        return (self._logits(X, transductive) / self.temperature_).softmax(dim=1).numpy()
-
-    def predict_log_proba(self, X: ArrayLike, *, transductive: bool = False) -> NDArray[np.float64]:
-        """Logarithms of the probabilities, shape (n, k); finite where a probability rounds to zero."""
-        return (self._logits(X, transductive) / self.temperature_).log_softmax(dim=1).numpy()
+    @property
+    def beta_(self) -> float | None:
+        """``beta``, or what was chosen; None for heads without it."""
+        settled = self.fitted_head_.settled
+        if isinstance(settled, MahalanobisHead):
+            return settled.covariance.settings.ridge
+        return settled.settings.beta if isinstance(settled, AutoHead) and settled.settings else None

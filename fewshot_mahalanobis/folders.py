@@ -1,7 +1,9 @@
-"""Folders of pictures: which files are images, which class each belongs to, and what was left out."""
+"""Folders and tables of pictures: which files are images, which class each belongs to, and what was left out."""
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import re
 import warnings
@@ -12,7 +14,15 @@ from pathlib import Path
 
 from fewshot_mahalanobis.formats import REMEDIES, image_suffixes, starts_as_image
 
-__all__ = ["Found", "FoundClasses", "find_class_images", "find_images", "is_image_name", "load_folder"]
+__all__ = [
+    "ClassImages",
+    "FolderImages",
+    "find_class_images",
+    "find_images",
+    "is_image_name",
+    "load_folder",
+    "read_labels",
+]
 
 #: What macOS, Windows, network drives and Jupyter leave behind, in lower case.
 _JUNK = {
@@ -23,7 +33,7 @@ _JUNK = {
 
 
 @dataclass(frozen=True)
-class Found:
+class FolderImages:
     """The image files of a folder.
 
     Attributes
@@ -38,12 +48,12 @@ class Found:
     ignored: Counter[str] = field(default_factory=Counter)
 
     def note(self) -> str:
-        """What was left out, as a sentence; empty if that is nothing."""
+        """One sentence about the files that were left out; empty if there are none."""
         return f"Left out: {_listed(self.ignored)}." if self.ignored else ""
 
 
 @dataclass(frozen=True)
-class FoundClasses(Found):
+class ClassImages(FolderImages):
     """The image files of a folder with one sub-folder a class.
 
     Attributes
@@ -58,7 +68,7 @@ class FoundClasses(Found):
     empty: list[str] = field(default_factory=list)
 
     def note(self) -> str:
-        """What was left out and which class folders have no image, as sentences; empty if there is nothing to say."""
+        """Sentences about files that were left out and class folders without images; empty if there are none."""
         names = ", ".join(map(repr, self.empty))
         empty = f"No image in class folder{'s' * (len(self.empty) > 1)} {names}." if self.empty else ""
         return " ".join(filter(None, (super().note(), empty)))
@@ -67,8 +77,8 @@ class FoundClasses(Found):
 def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
     """Image files of a folder with one sub-folder a class, and their labels.
 
-    A file is an image by its extension, in any case, or by its first bytes where it has no extension that is known.
-    Sub-folders of a class folder are searched too.
+    A file is an image if its extension, in any case, is that of an image format, or if its first bytes are. Sub-folders
+    of a class folder are searched too.
 
     Parameters
     ----------
@@ -87,26 +97,26 @@ def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
     FileNotFoundError
         There is no folder at ``path``.
     ValueError
-        Fewer than two sub-folders have images. The message lists the files that are none.
+        Fewer than two sub-folders have images. The message lists the other files.
 
     Warns
     -----
     UserWarning
-        Files were left out, by kind and number, or class folders have no image.
+        Files were left out (the warning counts them by kind), or class folders have no image.
 
     Examples
     --------
     >>> from fewshot_mahalanobis import SimpleCNAPSClassifier, load_folder
     >>> classifier = SimpleCNAPSClassifier().fit(*load_folder("photos"))  # doctest: +SKIP
     """
-    found = find_class_images(path)
-    if note := found.note():
+    images = find_class_images(path)
+    if note := images.note():
         warnings.warn(f"{os.fspath(path)}: {note}", stacklevel=2)
-    return found.paths, found.labels
+    return images.paths, images.labels
 
 
-def find_class_images(path: str | os.PathLike[str]) -> FoundClasses:
-    """As :func:`load_folder`, with what was left out instead of a warning."""
+def find_class_images(path: str | os.PathLike[str]) -> ClassImages:
+    """Like :func:`load_folder`, but return what was left out instead of warning of it."""
     root = Path(path)
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {str(root)!r}: expected one with a sub-folder of images for each class")
@@ -115,24 +125,24 @@ def find_class_images(path: str | os.PathLike[str]) -> FoundClasses:
         if _is_junk(entry.name):
             continue
         if entry.is_dir():
-            found = find_images(entry, allow_empty=True)
-            paths += found.paths
-            labels += [entry.name] * len(found.paths)
-            ignored += found.ignored
-            if not found.paths:
+            images = find_images(entry, allow_empty=True)
+            paths += images.paths
+            labels += [entry.name] * len(images.paths)
+            ignored += images.ignored
+            if not images.paths:
                 empty.append(entry.name)
         elif (kind := _kind(entry)) is None:
             ignored["image outside the class folders"] += 1
         else:
             ignored[kind] += 1
-    result = FoundClasses(paths, ignored, labels, empty)
-    if (number := len(set(labels))) < 2:
-        have = ("no sub-folder with images", f"one sub-folder with images, {labels[0]!r}" if labels else "")[number]
+    result = ClassImages(paths, ignored, labels, empty)
+    if len(set(labels)) < 2:
+        have = f"one sub-folder with images, {labels[0]!r}" if labels else "no sub-folder with images"
         raise ValueError(f"{root} has {have}; at least two are needed, one for each class. {result.note()}".rstrip())
     return result
 
 
-def find_images(path: str | os.PathLike[str], *, allow_empty: bool = False) -> Found:
+def find_images(path: str | os.PathLike[str], *, allow_empty: bool = False) -> FolderImages:
     """The image files in a folder and its sub-folders, or the one file that ``path`` is, whatever its name.
 
     Raises
@@ -140,11 +150,11 @@ def find_images(path: str | os.PathLike[str], *, allow_empty: bool = False) -> F
     FileNotFoundError
         There is nothing at ``path``.
     ValueError
-        A folder holds no image, unless ``allow_empty``. The message lists what it does hold.
+        A folder holds no image, unless ``allow_empty``. The message lists its other files.
     """
     path = Path(path)
     if path.is_file():
-        return Found([path])
+        return FolderImages([path])
     if not path.is_dir():
         raise FileNotFoundError(f"no image file or folder {str(path)!r}")
     paths, ignored = list[Path](), Counter[str]()
@@ -153,10 +163,42 @@ def find_images(path: str | os.PathLike[str], *, allow_empty: bool = False) -> F
             paths.append(file)
         else:
             ignored[kind] += 1
-    found = Found(sorted(paths, key=lambda file: natural_key(str(file))), ignored)
+    images = FolderImages(sorted(paths, key=lambda file: natural_key(str(file))), ignored)
     if not paths and not allow_empty:
-        raise ValueError(f"folder {str(path)!r} holds no image. {found.note()}".rstrip())
-    return found
+        raise ValueError(f"folder {str(path)!r} holds no image. {images.note()}".rstrip())
+    return images
+
+
+def read_labels(file: Path) -> tuple[list[Path], list[str]]:
+    """Paths and labels of a CSV file with columns "path" and "label", separated by comma, semicolon or tab.
+
+    Relative paths start at the folder of the CSV file. White space around a cell is dropped. FileNotFoundError if there
+    is no file; ValueError if it is no such table, a row lacks its path or label, or none of the images exists.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{file} is not in UTF-8: save it as "CSV UTF-8"') from error
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
+    table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+    if missing := {"path", "label"} - {*table.fieldnames}:
+        raise ValueError(f"{file} has no column {min(missing)!r}: its first line must name path and label")
+    paths, labels = [], []
+    for row in table:
+        path, label = ((row[name] or "").strip() for name in ("path", "label"))
+        if not path or not label:
+            raise ValueError(f"line {table.line_num} of {file} lacks a path or a label")
+        paths.append(file.parent / path)
+        labels.append(label)
+    if not paths:
+        raise ValueError(f"{file} lists no image")
+    if not any(path.exists() for path in paths):
+        raise ValueError(
+            f"none of the {len(paths)} files that {file} lists is there; the first would be {paths[0]}. "
+            "Relative paths start at the folder of the table: put it back where it was, or write full paths"
+        )
+    return paths, labels
 
 
 def natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:
@@ -166,13 +208,13 @@ def natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a path is that of an image by its extension, in any case, and no junk of an operating system."""
+    """Whether a path has the extension of an image, in any case, and is no junk of an operating system."""
     path = Path(name)
     return path.suffix.lower() in image_suffixes() and not any(map(_is_junk, path.parts))
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
-    """Yield the files below a folder, each with None for an image and else the kind that it is ignored as."""
+    """Yield the files below a folder, each with None if it is an image, else with the kind that it is ignored as."""
     unreadable = list[OSError]()
     for parent, folders, files in os.walk(folder, onerror=unreadable.append):
         for name in folders:
@@ -197,14 +239,14 @@ def _kind(file: Path) -> str | None:
         return "broken link" if file.is_symlink() else "pipe, socket or device"
     if suffix in image_suffixes():
         return None
-    # A camera's raw file starts as a TIFF, but one of a thumbnail.
+    # A camera's raw file starts like a TIFF, but that TIFF is a thumbnail.
     if suffix[1:].upper() not in REMEDIES and starts_as_image(file):
         return None
     return f"{suffix[1:].upper()} file" if suffix else "file without an extension"
 
 
 def _listed(ignored: Counter[str]) -> str:
-    """Say kinds and numbers, most frequent first: "6 HEIC files (export them as JPEG), 2 MP4 files"."""
+    """Kinds and numbers, most frequent first: "6 HEIC files (export them as JPEG), 2 MP4 files"."""
     return ", ".join(_counted(kind, number) for kind, number in sorted(ignored.items(), key=lambda i: (-i[1], i[0])))
 
 
@@ -214,7 +256,7 @@ def _counted(kind: str, number: int) -> str:
     return f"{number} {words}" + (f" ({remedy})" if remedy else "")
 
 
-#: Kinds that take no plain s at their end.
+#: Plurals of kinds that are not formed by an s at the end.
 _PLURALS = {
     "file without an extension": "files without an extension",
     "image outside the class folders": "images outside the class folders",

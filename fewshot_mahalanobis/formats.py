@@ -1,4 +1,4 @@
-"""Image formats: the one list that holds for a file given by name and for files found in folders.
+"""Image formats: one list, for files given by name and for files in folders.
 
 Pillow reads most of them. HEIC is read by pillow-heif where that is installed (``pip install
 "fewshot-mahalanobis[formats]"``); it is not registered with Pillow, so other code sees no difference.
@@ -16,16 +16,16 @@ from PIL import Image, UnidentifiedImageError
 #: Formats that Pillow registers but does not decode: programs, films, containers whose decoder it lacks.
 _UNREADABLE = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 _HEIF_SUFFIXES = {".heic", ".heif", ".hif"}
-#: Formats that are recognised by their first bytes if a file's name says nothing.
+#: Formats that are recognised by their first bytes where a file has no known extension.
 _SNIFFED = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "JPEG2000", "AVIF")
-#: Brands in the header of an ISO media file, by the format that they stand for.
+#: Brand in the header of an ISO media file -> format.
 _BRANDS = {
     **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
     **dict.fromkeys((b"avif", b"avis"), "AVIF"),
 }
 _EXPORT = "export them as JPEG"
 _DECODER = f'pip install "fewshot-mahalanobis[formats]", or {_EXPORT}'
-#: What to do about images that cannot be read, by the kind that an extension names.
+#: Extension, in capitals and without its dot -> what to do if images of this kind cannot be read.
 REMEDIES = {
     **dict.fromkeys(("HEIC", "HEIF", "HIF", "AVIF"), _DECODER),
     **dict.fromkeys(("ARW", "CR2", "CR3", "DNG", "NEF", "ORF", "RAF", "RW2", "JXL", "EPS", "PS", "SVG"), _EXPORT),
@@ -34,14 +34,14 @@ REMEDIES = {
 
 @cache
 def image_suffixes() -> frozenset[str]:
-    """Extensions of the formats that can be read here, in lower case with their dots."""
+    """Extensions of the formats that can be read, in lower case with their dots."""
     readable = {*_pillow_formats(), "MPO"} - _UNREADABLE  # MPO is opened as JPEG
     suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in readable}
     return frozenset(suffixes | (_HEIF_SUFFIXES if heif_decoder() else set()))
 
 
 def starts_as_image(file: Path) -> bool:
-    """Whether the first bytes of a file are those of a common format that can be read here."""
+    """Whether the first bytes of a file are those of a common format that can be read."""
     known = [name for name in _SNIFFED if name in _pillow_formats()]
     try:
         with file.open("rb") as opened:
@@ -54,7 +54,7 @@ def starts_as_image(file: Path) -> bool:
 
 
 def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
-    """Open a binary image file that can seek, by its contents. Formats of Pillow's own are decoded later, HEIC at once.
+    """Open a binary image file that can seek. Its contents tell its format. Only HEIC is decoded at once.
 
     PIL.UnidentifiedImageError if it is no image or needs a decoder that is not installed, which the message names;
     PIL.Image.DecompressionBombError if it is HEIC of more than ``max_pixels`` or Pillow refuses its size; errors of

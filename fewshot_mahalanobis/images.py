@@ -11,6 +11,8 @@ Every image is converted to 8-bit RGB and resized to a square by Pillow's antial
 its aspect, as in Meta-Dataset (Triantafillou et al., ICLR 2020). So the same picture gives the same tensor as a path,
 a PIL image, an array or a tensor. Floats are rounded to the 8 bits that the network was trained on. Colour profiles are
 not applied, as in its training.
+
+All decoding of the package goes through :func:`decode_batches`: in threads, in order, a bounded number ahead.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from __future__ import annotations
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import joblib
 import numpy as np
@@ -34,12 +37,15 @@ from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.formats import open_image
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
 #: Channels of an array image: grey, RGB, or RGB with opacity.
 _CHANNELS = (1, 3, 4)
 #: Most decoding threads for ``n_jobs=None``.
 MAX_DEFAULT_THREADS = 4
-#: A batch is divided into this many parts for each thread.
-_SHARES = 4
+#: Tasks per thread and batch. With one task per image, submitting takes a quarter of the time of a small image.
+_TASKS_PER_THREAD = 4
 #: Most pixels of an image (Pillow's own limit, which other code may change for the whole process) and its longest side
 #: (JPEG's: the first pass of a resize has the new width and the old height, so a thin image would need much memory).
 MAX_PIXELS, MAX_SIDE = 178_956_970, 65_535
@@ -48,14 +54,27 @@ _ROUNDING = 1e-6
 
 
 class ImageError(ValueError):
-    """An image, or a collection of images, cannot be used: the message names it and the remedy."""
+    """An image, or a collection of images, cannot be used. The message names it and the remedy.
+
+    Attributes
+    ----------
+    reason : str
+        The message without the name of the image.
+    index : int or None
+        Position of the image in its collection.
+    """
+
+    def __init__(self, reason: str, index: int | None = None, name: str = "") -> None:
+        super().__init__(reason if index is None else f"image {index} ({name}): {reason}")
+        self.reason = reason
+        self.index = index
 
 
 def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
     """One image as uint8 RGB of shape (size, size, 3).
 
     The EXIF orientation is applied, transparent pixels become white, and 16-bit grey is scaled to 8 bits over its full
-    range. Of a file with several frames the current one is taken. Modes are those that Pillow converts to RGB, and I;16
+    range. Of a file with several frames the current one is used. Modes are those that Pillow converts to RGB, and I;16
     and I (0 to 65535) and F (0 to 1).
 
     ImageError if the image has no pixels or too many, is Encapsulated PostScript, or has values outside its range;
@@ -74,7 +93,7 @@ def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
 def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDArray[np.uint8]:
     """One image file, by path or opened, as uint8 RGB of shape (size, size, 3).
 
-    The format is recognised by the contents, whatever the name; of several frames the first is taken. An opened file
+    The format is recognised by the contents, whatever the name. The first of several frames is used. An opened file
     must be able to seek: a pipe is refused, as it could block. ImageError if the file cannot be read, is no image,
     needs a decoder that is not installed, is damaged or cut short, or is refused by :func:`to_square_array`. The
     message does not name the file.
@@ -95,24 +114,71 @@ def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDA
         raise ImageError(_reason(error)) from error
 
 
-def read_or_reason(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDArray[np.uint8] | str:
-    """As :func:`read_square_array`, but the reason instead of an error."""
-    try:
-        return read_square_array(file, size)
-    except ImageError as error:
-        return str(error)
-
-
 def to_network_range(images: Tensor) -> Tensor:
     """Pixels from 0 to 255, of any type and shape -> float32 in [-1, 1]."""
     return images.to(torch.float32, copy=True).div_(127.5).sub_(1)
 
 
+def decoding_threads(n_jobs: int | None) -> int:
+    """Number of threads for ``n_jobs``, counted as scikit-learn does; None is the usable cores, at most 4."""
+    return min(joblib.cpu_count(), MAX_DEFAULT_THREADS) if n_jobs is None else joblib.effective_n_jobs(n_jobs)
+
+
+def decode_batches(
+    decode: Callable[[Item], Result], batches: Iterable[Sequence[Item]], *, threads: int, ahead: bool = False
+) -> Generator[list[Result], None, None]:
+    """Decode batches of items in threads, in order. Closing the generator ends the threads.
+
+    Parameters
+    ----------
+    decode : callable
+        Called once for each item. What it raises is raised here when the batch is due.
+    batches : iterable of sequences
+        Advanced when the decoding of a batch starts.
+    threads : int
+    ahead : bool, default=False
+        Decode the next batch, and no more, while the caller works on one.
+
+    Yields
+    ------
+    list
+        Results of one batch, in the order of its items.
+    """
+    if threads < 2 and not ahead:
+        for batch in batches:
+            yield [decode(item) for item in batch]
+        return
+
+    def decode_all(items: Sequence[Item]) -> list[Result]:
+        return [decode(item) for item in items]
+
+    waiting: deque[list[Future[list[Result]]]] = deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+    try:
+        for batch in batches:
+            length = max(1, -(-len(batch) // (_TASKS_PER_THREAD * threads)))
+            parts = [batch[start : start + length] for start in range(0, len(batch), length)]
+            waiting.append([pool.submit(decode_all, part) for part in parts])
+            if len(waiting) > ahead:
+                yield [result for task in waiting.popleft() for result in task.result()]
+        while waiting:
+            yield [result for task in waiting.popleft() for result in task.result()]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class DecodedBatch(NamedTuple):
+    """Decoded images of a collection."""
+
+    indices: list[int]  # (b,), their positions in the collection
+    pixels: NDArray[np.uint8]  # (b, size, size, 3), RGB
+
+
 class ImageBatches:
     """A collection of images as float32 batches (b, 3, size, size) in [-1, 1], decoded in threads.
 
-    Files that are missing, shapes and types are checked at once, the rest when an image is decoded. At most two batches
-    are in memory, the one in use and the next. They are channels_last and on the CPU; iterating again decodes again.
+    Types, shapes and the existence of files are checked at once, the rest when an image is decoded. At most two batches
+    are in memory, the one in use and the next. They are channels_last and on the CPU. Each iteration decodes anew.
 
     Parameters
     ----------
@@ -125,20 +191,24 @@ class ImageBatches:
         Decoding threads, counted as scikit-learn does (-1: all cores). Default: the usable cores, at
         most 4.
     ahead : bool, default=True
-        Decode the next batch while one is in use. False is faster where the one in use keeps all cores busy.
+        Decode the next batch while one is in use. False is faster where the caller keeps all cores busy.
+    on_error : callable, optional
+        Called with the :class:`ImageError` of each image that cannot be used, which is then left out of its batch.
+        By default the first such error is raised.
     progress : str, optional
         Show a progress bar of this name.
 
     Attributes
     ----------
     n_images : int
+        Length of the collection, including images that are left out.
 
     Raises
     ------
     ImageError
-        From the constructor: not a collection, an empty one, an item that is no image, a missing file, a wrong shape
-        or dtype. From the iteration: a file that cannot be decoded to its end, NaN, a float outside [0, 1]. The message
-        names the item.
+        From the constructor: not a collection, or an empty one; without ``on_error`` also an item that is no image, a
+        missing file, a wrong shape or dtype. From the iteration: a file that cannot be decoded to its end, NaN, a float
+        outside [0, 1]. The message names the item.
     """
 
     def __init__(
@@ -149,26 +219,55 @@ class ImageBatches:
         batch_size: int = 64,
         n_jobs: int | None = None,
         ahead: bool = True,
+        on_error: Callable[[ImageError], object] | None = None,
         progress: str | None = None,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
         if n_jobs is not None and not isinstance(n_jobs, int | np.integer):
             raise ValueError(f"n_jobs must be a whole number or None, got {n_jobs!r}")
-        self._images = _checked(images)
+        self._images = _checked_collection(images)
+        if on_error is None:
+            _check_items(self._images)
         self.n_images = len(self._images)
         self.size = size
         self.batch_size = int(batch_size)
         self.ahead = ahead
+        self.on_error = on_error
         self.progress = progress
-        self.n_threads = (
-            min(joblib.cpu_count(), MAX_DEFAULT_THREADS) if n_jobs is None else joblib.effective_n_jobs(n_jobs)
-        )
+        self.n_threads = decoding_threads(n_jobs)
 
     def __iter__(self) -> Iterator[Tensor]:
-        with tqdm(total=self.n_images, desc=self.progress, unit="image", disable=self.progress is None) as bar:
-            for batch in self._decoded():
-                yield batch
+        for batch in self.decoded():
+            yield to_network_range(torch.from_numpy(batch.pixels).permute(0, 3, 1, 2))
+
+    def decoded(self) -> Iterator[DecodedBatch]:
+        """Iterate over the batches as uint8, with the positions of their images. A batch is never empty."""
+        lock = Lock()
+
+        def decode(index: int) -> NDArray[np.uint8] | ImageError:
+            try:
+                return _decode_item(self._images[index], index, self.size, lock)
+            except ImageError as error:
+                if self.on_error is None:
+                    raise
+                return error
+
+        starts = range(0, self.n_images, self.batch_size)
+        batches = [range(start, min(start + self.batch_size, self.n_images)) for start in starts]
+        with (
+            closing(decode_batches(decode, batches, threads=self.n_threads, ahead=self.ahead)) as results_of_batches,
+            tqdm(total=self.n_images, desc=self.progress, unit="image", disable=self.progress is None) as bar,
+        ):
+            for batch, results in zip(batches, results_of_batches, strict=True):
+                usable = dict[int, NDArray[np.uint8]]()
+                for index, result in zip(batch, results, strict=True):
+                    if not isinstance(result, ImageError):
+                        usable[index] = result
+                    elif self.on_error is not None:
+                        self.on_error(result)
+                if usable:
+                    yield DecodedBatch([*usable], np.stack([*usable.values()]))
                 bar.update(len(batch))
 
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -179,34 +278,11 @@ class ImageBatches:
         for batch in self:
             images[start : start + len(batch)] = batch
             start += len(batch)
-        return images
-
-    def _decoded(self) -> Iterator[Tensor]:
-        lock = Lock()
-        waiting: deque[list[Future[NDArray[np.uint8]]]] = deque()
-        pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="decode")
-        try:
-            for start in range(0, self.n_images, self.batch_size):
-                batch = range(start, min(start + self.batch_size, self.n_images))
-                # Several images a task: submitting one by one takes a quarter of the time of decoding a small image.
-                share = -(-len(batch) // (_SHARES * self.n_threads))
-                shares = [batch[i : i + share] for i in range(0, len(batch), share)]
-                waiting.append([pool.submit(_decode, self._images, part, self.size, lock) for part in shares])
-                if len(waiting) > self.ahead:
-                    yield _normalised(waiting.popleft())
-            while waiting:
-                yield _normalised(waiting.popleft())
-        finally:
-            pool.shutdown(cancel_futures=True)
+        return images[:start]
 
 
-def _normalised(shares: list[Future[NDArray[np.uint8]]]) -> Tensor:
-    stacked = torch.from_numpy(np.concatenate([share.result() for share in shares]))
-    return to_network_range(stacked.permute(0, 3, 1, 2))
-
-
-def _checked(images: Any) -> Sequence[Any]:
-    """Check everything that needs no pixels, and return the collection as a sequence."""
+def _checked_collection(images: Any) -> Sequence[Any]:
+    """Return a collection of images as a sequence; ImageError if it is none, or empty."""
     if isinstance(images, Image.Image | str | os.PathLike):
         if isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112 (pathlib raises for some)
             raise ImageError(f"{str(images)!r} is a folder: pass the list of its image files")
@@ -224,12 +300,16 @@ def _checked(images: Any) -> Sequence[Any]:
         )
     if len(images) == 0:
         raise ImageError("there are no images: the collection is empty")
+    return images
+
+
+def _check_items(images: Sequence[Any]) -> None:
+    """Refuse items that are no images, as far as that shows without pixels."""
     if isinstance(images, list | tuple):
         for index, item in enumerate(images):
             problem = _item_problem(item)
             if problem is not None:
-                raise ImageError(f"image {index} ({_describe(item)}): {problem}")
-    return images
+                raise ImageError(problem, index, _describe(item))
 
 
 def _check_stack(images: NDArray[Any] | Tensor) -> None:
@@ -250,6 +330,7 @@ def _check_stack(images: NDArray[Any] | Tensor) -> None:
 
 
 def _item_problem(item: Any) -> str | None:
+    """Why an item of a collection is no image, as far as that shows without its pixels, or None."""
     if isinstance(item, Image.Image):
         return None
     if isinstance(item, str | os.PathLike):
@@ -329,19 +410,16 @@ def _describe(item: Any) -> str:
     return repr(os.fspath(name)) if name else type(item).__name__
 
 
-def _decode(images: Sequence[Any], indices: range, size: int, lock: Lock) -> NDArray[np.uint8]:
-    """Images ``indices`` as uint8 RGB (n, size, size, 3)."""
-    return np.stack([_decode_one(images, index, size, lock) for index in indices])
-
-
-def _decode_one(images: Sequence[Any], index: int, size: int, lock: Lock) -> NDArray[np.uint8]:
-    """Image ``index`` as uint8 RGB (size, size, 3)."""
-    item = images[index]
+def _decode_item(item: Any, index: int, size: int, lock: Lock) -> NDArray[np.uint8]:
+    """Item ``index`` of a collection as uint8 RGB (size, size, 3); ImageError names it."""
     if isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.shape == (size, size, 3):
         return item  # resizing would not change it
     try:
         if isinstance(item, str | os.PathLike):
             return read_square_array(item, size)
+        problem = _item_problem(item)
+        if problem is not None:
+            raise ImageError(problem)
         if isinstance(item, Image.Image):
             check_header(item)
             with lock:  # the same lazily opened image may be in the list twice, and loading is not thread-safe
@@ -351,7 +429,7 @@ def _decode_one(images: Sequence[Any], index: int, size: int, lock: Lock) -> NDA
     except MemoryError:
         raise
     except Exception as error:
-        raise ImageError(f"image {index} ({_describe(item)}): {_reason(error)}") from error
+        raise ImageError(_reason(error), index, _describe(item)) from error
 
 
 def _reason(error: Exception) -> str:

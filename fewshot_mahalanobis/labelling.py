@@ -1,25 +1,20 @@
-"""Files in, files out: fit a classifier to labelled image files, and label others, chunk by chunk."""
+"""Fit a classifier to labelled image files, label other files, and write the answers as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import csv
+import json
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import joblib
-import numpy as np
-from numpy.typing import NDArray
-from tqdm.auto import tqdm
+from typing import Any, TextIO
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images import read_or_reason
-from fewshot_mahalanobis.predictions import predict_all
+from fewshot_mahalanobis.images import ImageBatches, ImageError
 
-#: Images decoded and classified at a time, which bounds memory.
-_CHUNK = 256
+#: Images in work at a time.
+_BATCH = 64
 
 
 class UnreadableImages(ValueError):
@@ -36,17 +31,9 @@ class UnreadableImages(ValueError):
         self.problems = problems
 
 
-class Chunk(NamedTuple):
-    """Files that could be read, their images (size, size, 3), and what is wrong with the others."""
-
-    paths: list[Path]
-    images: list[NDArray[np.uint8]]
-    problems: dict[Path, str]
-
-
 @dataclass(frozen=True)
 class Prediction:
-    """What a classifier says of one file; probabilities by class, where asked for."""
+    """The label of one file, and the probabilities of the classes where they are wanted."""
 
     path: Path
     label: Any
@@ -60,13 +47,21 @@ class Prediction:
 def fit_files(
     classifier: SimpleCNAPSClassifier, paths: Sequence[Path], labels: Sequence[str], *, skip_errors: bool = False
 ) -> dict[Path, str]:
-    """Fit a classifier to image files, ``labels[i]`` for ``paths[i]``; returns what was left out, and why.
+    """Fit a classifier to image files, ``labels[i]`` for ``paths[i]``.
 
-    With ``skip_errors`` images that cannot be read are left out; otherwise, or if none can be read, UnreadableImages.
-    ValueError if no image of a class can be read.
+    Returns
+    -------
+    dict of Path to str
+        Images that were left out, and why; empty without ``skip_errors``.
+
+    Raises
+    ------
+    UnreadableImages
+        Images cannot be read and ``skip_errors`` is False, or no image of a class can be read.
     """
-    # Only to find what cannot be read: a support set is small, and `fit` knows the size that its network wants.
-    problems = {path: why for chunk in read_chunks(paths, 84, "reading") for path, why in chunk.problems.items()}
+    problems: dict[Path, str] = {}
+    for _ in _batches(paths, 84, problems, "reading").decoded():
+        pass
     _check(problems, len(paths), skip_errors)
     readable = [(path, label) for path, label in zip(paths, labels, strict=True) if path not in problems]
     if lost := sorted(set(labels) - {label for _, label in readable}):
@@ -78,44 +73,79 @@ def fit_files(
 def predict_files(
     classifier: SimpleCNAPSClassifier, paths: Sequence[Path], *, probabilities: bool = False, skip_errors: bool = False
 ) -> tuple[list[Prediction], dict[Path, str]]:
-    """Label image files by a fitted classifier; returns the predictions, and what was left out and why.
+    """Label image files by a fitted classifier.
 
-    ``probabilities`` keeps those of every class. With ``skip_errors`` images that cannot be read are left out;
-    otherwise, or if none can be read, UnreadableImages.
+    Parameters
+    ----------
+    classifier : SimpleCNAPSClassifier
+        Fitted.
+    paths : sequence of Path
+    probabilities : bool
+        Keep the probabilities of every class.
+    skip_errors : bool
+        Leave out images that cannot be read.
+
+    Returns
+    -------
+    predictions : list of Prediction
+        In the order of ``paths``.
+    problems : dict of Path to str
+        Images that were left out, and why.
+
+    Raises
+    ------
+    UnreadableImages
+        Images cannot be read and ``skip_errors`` is False, or none can be read. It lists all of them.
     """
     classes = classifier.classes_.tolist()
     predictions: list[Prediction] = []
     problems: dict[Path, str] = {}
-    for chunk in read_chunks(paths, classifier.model_.image_size, "predicting"):
-        problems |= chunk.problems
-        if not chunk.images or (problems and not skip_errors):
+    for batch in _batches(paths, classifier.model_.image_size, problems, "predicting").decoded():
+        if problems and not skip_errors:
             continue  # only to find the other images that cannot be read
-        found = predict_all(classifier, chunk.images)
-        shares = found.probabilities.tolist() if probabilities else [None] * len(chunk.paths)
-        for path, label, row in zip(chunk.paths, found.labels.tolist(), shares, strict=True):
-            predictions.append(Prediction(path, label, None if row is None else dict(zip(classes, row, strict=True))))
+        answers = classifier.predict_all(batch.pixels)
+        rows = answers.probabilities.tolist() if probabilities else [None] * len(batch.indices)
+        for index, label, row in zip(batch.indices, answers.labels.tolist(), rows, strict=True):
+            by_class = None if row is None else dict(zip(classes, row, strict=True))
+            predictions.append(Prediction(paths[index], label, by_class))
     _check(problems, len(paths), skip_errors)
     return predictions, problems
 
 
-def read_chunks(paths: Sequence[Path], size: int, description: str) -> Iterator[Chunk]:
-    """Decode image files to squares chunk by chunk, the next one while the caller works on this one.
+def write_csv(stream: TextIO, predictions: Iterable[Prediction], classes: Sequence[Any], top_k: int) -> None:
+    """Write path and label, the probability of each of ``classes``, then the ``top_k`` best labels with theirs."""
+    table = csv.writer(stream, lineterminator="\n")
+    best = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "probability")]
+    table.writerow(["path", "label", *classes, *best])
+    for prediction in predictions:
+        probabilities = [f"{(prediction.probabilities or {})[name]:.6f}" for name in classes]
+        top = [cell for label, share in prediction.top(top_k) for cell in (label, f"{share:.6f}")]
+        table.writerow([prediction.path, prediction.label, *probabilities, *top])
 
-    ``description`` is the text of a progress bar on the standard error of a terminal.
-    """
-    chunks = [paths[start : start + _CHUNK] for start in range(0, len(paths), _CHUNK)]
-    read = partial(read_or_reason, size=size)
-    with (
-        ThreadPoolExecutor(min(joblib.cpu_count(), 4)) as pool,
-        tqdm(total=len(paths), desc=description, unit="image", leave=False, disable=None) as progress,
-    ):
-        ahead = pool.map(read, chunks[0]) if chunks else iter(())
-        for chunk, following in zip(chunks, [*chunks[1:], []], strict=True):
-            found, ahead = list(zip(chunk, ahead, strict=True)), pool.map(read, following)
-            good = [(path, image) for path, image in found if not isinstance(image, str)]
-            bad = {path: reason for path, reason in found if isinstance(reason, str)}
-            yield Chunk([path for path, _ in good], [image for _, image in good], bad)
-            progress.update(len(chunk))
+
+def to_json(predictions: Iterable[Prediction], proba: bool, top_k: int) -> str:
+    """List of objects with "path" and "label", with "probabilities" if ``proba`` and "top" if ``top_k`` > 0."""
+    rows = []
+    for prediction in predictions:
+        row: dict[str, Any] = {"path": str(prediction.path), "label": prediction.label}
+        if proba:
+            row["probabilities"] = prediction.probabilities
+        if top_k:
+            row["top"] = [{"label": label, "probability": share} for label, share in prediction.top(top_k)]
+        rows.append(row)
+    return json.dumps(rows, indent=1, ensure_ascii=False)
+
+
+def _batches(paths: Sequence[Path], size: int, problems: dict[Path, str], progress: str) -> ImageBatches:
+    """Batches of image files; files that cannot be read are left out and entered in ``problems``."""
+
+    def record(error: ImageError) -> None:
+        assert error.index is not None
+        problems[paths[error.index]] = error.reason
+
+    return ImageBatches(
+        paths, size, batch_size=_BATCH, on_error=record, progress=progress if sys.stderr.isatty() else None
+    )
 
 
 def _check(problems: dict[Path, str], total: int, skip_errors: bool) -> None:

@@ -32,10 +32,10 @@ def checked_labels(y: ArrayLike, n_images: int) -> NDArray[Any]:
         if kind != first:
             raise ValueError(f"y[{index}] is {value!r}, a {kind}, but y[0] is {values[0]!r}, a {first}: use one type")
     labels = np.asarray(y)
-    # Objects other than strings (pandas' nullable integers, say) become the number type they stand for, and NumPy's
-    # StringDType, which no file can have, plain strings.
-    kept = labels.dtype.kind in "Ubiuf" or (labels.dtype.kind == "O" and first == "string")
-    return labels if kept else np.array(values.tolist())
+    # Objects other than strings (pandas' nullable integers, say) become numbers, and NumPy's StringDType, which cannot
+    # be saved, becomes plain strings.
+    usable = labels.dtype.kind in "Ubiuf" or (labels.dtype.kind == "O" and first == "string")
+    return labels if usable else np.array(values.tolist())
 
 
 def label_kind(value: Any) -> str | None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.files import atomic_replace
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.task import AdaptedTask
 
 
 def write_onnx(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], classes: list[Any]) -> None:
@@ -81,11 +81,10 @@ class _Graph(nn.Module):
 
     def __init__(self, model: SimpleCNAPS, task: AdaptedTask) -> None:
         super().__init__()
-        self.extractor = model.feature_extractor.for_inference(task.film)
+        self.extractor = model.feature_extractor.for_inference(task.network.film)
         self.projection = copy.deepcopy(model.projection) if model.projection is not None else nn.Identity()
         with torch.no_grad():
-            state = task.head.fit(self.projection(task.support_features), task.support_labels)
-            self.head = task.head.export(state)
+            self.head = task.fitted_head.settled.export(task.fitted_head.state)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.projection(self.extractor(images)))

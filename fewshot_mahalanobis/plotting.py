@@ -26,8 +26,7 @@ from fewshot_mahalanobis.evaluation.result import Accuracy, Row
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.influence import support_influence
-from fewshot_mahalanobis.predictions import predict_all
+from fewshot_mahalanobis.support_set.influence import support_influence
 
 try:
     import matplotlib as mpl
@@ -97,7 +96,7 @@ def plot_task(
     support_labels = _labels_of(support_labels, support_images, "support")
     shown = None if query_labels is None else _labels_of(query_labels, query_images, "query")
     if isinstance(classifier, SimpleCNAPSClassifier):
-        said = predict_all(classifier, query_images)
+        said = classifier.predict_all(query_images)
         predicted, probabilities = said.labels, said.probabilities
     else:
         predicted, probabilities = classifier.predict(query_images), classifier.predict_proba(query_images)
@@ -191,15 +190,15 @@ def plot_support_influence(
     ValueError
         The number of support images is not that of the fit, or every class has one only.
     """
-    images, task = _thumbnails(support_images), classifier.task_
-    if len(images) != len(task.support_labels):
-        raise ValueError(f"the classifier was fitted to {len(task.support_labels)} images, but {len(images)} are given")
-    said = predict_all(classifier, [query_image])
-    influence = support_influence(task, torch.from_numpy(said.features))[0].cpu().numpy()
+    images, fitted = _thumbnails(support_images), classifier.fitted_head_
+    if len(images) != len(fitted.labels):
+        raise ValueError(f"the classifier was fitted to {len(fitted.labels)} images, but {len(images)} are given")
+    said = classifier.predict_all([query_image])
+    influence = support_influence(fitted, torch.from_numpy(said.features))[0].cpu().numpy()
     if np.isnan(influence).all():
         raise ValueError("every class has one support image: without it there would be no such class")
     (probabilities,) = said.probabilities
-    labels = classifier.classes_[task.support_labels.cpu().numpy()]
+    labels = classifier.classes_[fitted.labels.cpu().numpy()]
 
     order = np.argsort(-influence, kind="stable")  # NaN comes last
     order = order[~np.isnan(influence[order])]

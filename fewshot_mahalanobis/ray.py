@@ -6,10 +6,10 @@ On a machine of the cluster, or by ``ray job submit``:
 
 Only the classifier's file (once for each machine) and rows of text travel between machines: every worker reads and
 decodes images itself, as ``predict`` does. A worker that dies is replaced, and the rows it had not returned are
-computed again. This process alone writes the results, each row once, in files that appear whole or not at all. So no
-image is lost or labelled twice, and a command that was killed continues where it stopped when it is repeated.
+computed again. Only the process that was started writes results, each row once, in files that appear whole or not at
+all. So no image is lost or labelled twice, and a killed command continues where it stopped when it is repeated.
 
-Needs the extra ``ray``. Importing this module does not import Ray.
+The module needs the extra ``ray``. Importing it does not import Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import tempfile
 import uuid
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
@@ -30,15 +29,14 @@ from numpy.typing import NDArray
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.folders import find_images, is_image_name
-from fewshot_mahalanobis.images import read_or_reason
-from fewshot_mahalanobis.predictions import predict_all
+from fewshot_mahalanobis.images import decode_batches, read_square_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import ray
     from pyarrow.fs import FileSystem
 
-#: Images that a worker gets at a time; while the network works on some of them, others are decoded.
+#: Images that a worker gets at a time. While the network works on some of them, others are decoded.
 _BATCH = 256
 #: Key of the classifier's digest in the metadata of every Parquet file.
 _CLASSIFIER = b"classifier"
@@ -82,10 +80,10 @@ def label_collection(
         A folder, searched with its sub-folders, or a list of image files, which every machine of the cluster must see
         at the same place; or the URI of a folder in a storage that Arrow knows (s3://, gs://, hdfs://).
     output : path or URI
-        Folder of Parquet files, made if absent. Images that it has rows of are not read again. Only one run at a time
-        may write to it. Columns: "path" (absolute; for a URI bucket and key), "label" (as by ``predict``),
-        "probability" (of the most probable class), and "error": null, or why the image could not be read; then label
-        and probability are null.
+        Folder of Parquet files, made if absent. Images that have a row in it are not read again. Only one run at a time
+        may write to it. Columns: "path" (absolute; for a URI bucket and key), "label" (that of ``predict``),
+        "probability" (of the most probable class), and "error" (null, or why the image could not be read; label and
+        probability are null then).
     workers : int, optional
         Default: as many as the cluster has room for.
     cpus_per_worker : int
@@ -93,7 +91,8 @@ def label_collection(
     gpus_per_worker : float
         0 runs the network on the CPU.
     images_per_file : int
-        Rows of a Parquet file; also how many images a killed worker, or each worker of a killed run, has to repeat.
+        Rows of a Parquet file. Also the number of images that a killed worker, or each worker of a killed run, has to
+        repeat.
 
     Returns
     -------
@@ -115,12 +114,12 @@ def label_collection(
     import pyarrow.compute as pc
 
     digest = hashlib.sha256(_checked_file(classifier).read_bytes()).hexdigest().encode()
-    filesystem, paths = _listed(images)
+    filesystem, paths = _list_images(images)
     store, folder = _storage(output)
     store.create_dir(folder)
     known = _known_paths(store, folder, digest)
-    wanted = pc.unique(pa.array(paths, pa.string()))
-    to_do = wanted.filter(pc.invert(pc.is_in(wanted, value_set=known)))
+    column = pc.unique(pa.array(paths, pa.string()))
+    to_do = column.filter(pc.invert(pc.is_in(column, value_set=known)))
     labelled = unreadable = 0
     if len(to_do):
         rows = label_images(
@@ -138,7 +137,7 @@ def label_collection(
             _write(table.replace_schema_metadata({_CLASSIFIER: digest}), store, folder, f"{run}-{number:06d}.parquet")
             unreadable += len(table) - table["error"].null_count
             labelled += table["error"].null_count
-    return Labelled(labelled, unreadable, len(wanted) - len(to_do))
+    return Labelled(labelled, unreadable, len(column) - len(to_do))
 
 
 def label_images(
@@ -151,7 +150,7 @@ def label_images(
     gpus_per_worker: float = 0,
     images_per_block: int = 4096,
 ) -> ray.data.Dataset:
-    """Label images as a Ray data set, for pipelines of your own; :func:`label_collection` writes files.
+    """Label images as a Ray data set, for your own pipelines. :func:`label_collection` writes files.
 
     Parameters
     ----------
@@ -160,7 +159,7 @@ def label_images(
     paths : list of paths or Arrow array of strings
         Image files.
     filesystem : pyarrow.fs.FileSystem, optional
-        Where the paths are; default: files that every machine of the cluster sees.
+        Where the paths are. Default: files that every machine of the cluster sees.
     workers, cpus_per_worker, gpus_per_worker
         As for :func:`label_collection`.
     images_per_block : int
@@ -226,6 +225,7 @@ class _Worker:
             path.write_bytes(ray.get(file))
             self.classifier = SimpleCNAPSClassifier.load(path, device=device).set_params(n_jobs=1, verbose=0)
         self.filesystem = filesystem
+        self.threads = cpus
         self.schema = pa.schema(
             [
                 ("path", pa.string()),
@@ -234,40 +234,39 @@ class _Worker:
                 ("error", pa.string()),
             ]
         )
-        self.pool = ThreadPoolExecutor(cpus, thread_name_prefix="decode")
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         import pyarrow as pa
 
-        paths = batch["path"].to_pylist()
-        waiting = [self.pool.submit(self._read, path) for path in paths]
+        paths, size = batch["path"].to_pylist(), self.classifier.batch_size
+        chunks = [paths[start : start + size] for start in range(0, len(paths), size)]
         rows = []
-        for start in range(0, len(paths), self.classifier.batch_size):
-            chunk = slice(start, start + self.classifier.batch_size)
-            found = [future.result() for future in waiting[chunk]]
-            predicted = iter(self._predicted([image for image in found if not isinstance(image, str)]))
-            for path, image in zip(paths[chunk], found, strict=True):
-                label, probability, error = (None, None, image) if isinstance(image, str) else (*next(predicted), None)
+        for chunk, images in zip(
+            chunks, decode_batches(self._read, chunks, threads=self.threads, ahead=True), strict=True
+        ):
+            answers = iter(self._answers([image for image in images if not isinstance(image, str)]))
+            for path, image in zip(chunk, images, strict=True):
+                label, probability, error = (None, None, image) if isinstance(image, str) else (*next(answers), None)
                 rows.append({"path": path, "label": label, "probability": probability, "error": error})
         return pa.Table.from_pylist(rows, schema=self.schema)
 
     def _read(self, path: str) -> NDArray[np.uint8] | str:
         """One image as uint8 (size, size, 3), or why it cannot be read."""
         size = self.classifier.model_.image_size
-        if self.filesystem is None:
-            return read_or_reason(path, size)
         try:
+            if self.filesystem is None:
+                return read_square_array(path, size)
             with self.filesystem.open_input_file(path) as file:
-                return read_or_reason(file, size)
-        except (OSError, ValueError) as error:  # of the storage
+                return read_square_array(file, size)
+        except (OSError, ValueError) as error:
             return str(error)
 
-    def _predicted(self, images: list[NDArray[np.uint8]]) -> list[tuple[Any, float]]:
-        """Label of each image, and probability of its most probable class."""
+    def _answers(self, images: list[NDArray[np.uint8]]) -> list[tuple[Any, float]]:
+        """Label of each image, and the probability of its most probable class."""
         if not images:
             return []
-        found = predict_all(self.classifier, images)
-        return list(zip(found.labels.tolist(), found.probabilities.max(axis=1).tolist(), strict=True))
+        answers = self.classifier.predict_all(images)
+        return list(zip(answers.labels.tolist(), answers.probabilities.max(axis=1).tolist(), strict=True))
 
 
 def _require_ray() -> None:
@@ -284,14 +283,16 @@ def _checked_file(classifier: str | os.PathLike[str]) -> Path:
     return Path(classifier)
 
 
-def _listed(images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[FileSystem | None, list[str]]:
+def _list_images(
+    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> tuple[FileSystem | None, list[str]]:
     """File system of a collection (None: local files) and the absolute paths of its images."""
     from pyarrow.fs import FileSelector, FileType
 
     if isinstance(images, str) and "://" in images:
         filesystem, folder = _storage(images)
-        found = filesystem.get_file_info(FileSelector(folder, recursive=True))
-        paths = sorted(entry.path for entry in found if entry.type == FileType.File and is_image_name(entry.path))
+        entries = filesystem.get_file_info(FileSelector(folder, recursive=True))
+        paths = sorted(entry.path for entry in entries if entry.type == FileType.File and is_image_name(entry.path))
         if not paths:
             raise ValueError(f"{images} holds no image")
         return filesystem, paths
@@ -312,7 +313,7 @@ def _storage(place: str | os.PathLike[str]) -> tuple[FileSystem, str]:
 
 
 def _known_paths(store: FileSystem, folder: str, digest: bytes) -> pa.ChunkedArray:
-    """Paths that an output folder has rows of; half-written files of a killed run are deleted."""
+    """Paths that have a row in an output folder. Half-written files of a killed run are deleted."""
     import pyarrow as pa
     import pyarrow.dataset
     import pyarrow.parquet as pq
@@ -344,14 +345,16 @@ def _write(table: pa.Table, store: FileSystem, folder: str, name: str) -> None:
 def main(
     classifier: Annotated[Path, typer.Argument(help="File written by `fit` or `save`.")],
     images: Annotated[str, typer.Argument(help="Folder that every machine sees, or a URI such as s3://bucket/photos.")],
-    output: Annotated[str, typer.Argument(help="Folder or URI for Parquet files. Images it has rows of are skipped.")],
+    output: Annotated[
+        str, typer.Argument(help="Folder or URI for Parquet files. Images that have a row in it are skipped.")
+    ],
     workers: Annotated[int | None, typer.Option(min=1, help="Default: as many as the cluster has room for.")] = None,
     cpus_per_worker: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
     gpus_per_worker: Annotated[float, typer.Option(min=0, help="0 runs on the CPU.")] = 0,
 ) -> None:
     """Label every image of a folder with a fitted classifier, on a Ray cluster or on this machine."""
     try:
-        done = label_collection(
+        counts = label_collection(
             classifier,
             images,
             output,
@@ -362,8 +365,8 @@ def main(
     except (ValueError, OSError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    known = f", {done.known} known from earlier runs" * bool(done.known)
-    typer.echo(f"{output}: {done.labelled} images labelled, {done.unreadable} unreadable{known}")
+    known = f", {counts.known} known from earlier runs" * bool(counts.known)
+    typer.echo(f"{output}: {counts.labelled} images labelled, {counts.unreadable} unreadable{known}")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import binomtest
 
-from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
+from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, write_classifier
+from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER
 from fewshot_mahalanobis.checkpoints.hub import hub_name
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.networks.efficientnet import OWN_NETWORKS
-from fewshot_mahalanobis.saving import FittedState, save_classifier
-from fewshot_mahalanobis.summary import SupportSummary
+from fewshot_mahalanobis.support_set.summary import SupportSummary
 
 #: Side of a thumbnail and the space between two, in pixels; most thumbnails of a class.
 SIDE, GAP, MAX_THUMBNAILS = 84, 4, 5
@@ -69,18 +68,24 @@ classifier.predict(["photo.jpg"])  # also predict_proba, partial_fit with more i
 
 
 def write_repository(
-    folder: Path, repo_id: str, state: FittedState, summary: SupportSummary, thumbnails: tuple[Any, NDArray[Any]] | None
+    folder: Path,
+    repo_id: str,
+    state: ClassifierState,
+    summary: SupportSummary,
+    thumbnails: tuple[Any, NDArray[Any]] | None,
 ) -> None:
     """Write what goes into the repository ``repo_id``: the classifier, the model card, the thumbnails."""
-    strips = {} if thumbnails is None else _write_strips(folder, state.classes, *thumbnails)
+    strips = {} if thumbnails is None else _write_strips(folder, state.fitted_head.classes, *thumbnails)
     card = model_card(repo_id, state, summary, strips)
     if public_checkpoint(state.parameters["checkpoint"]) is None:  # a path of this machine is nobody else's business
         state = replace(state, parameters={**state.parameters, "checkpoint": state.model})
-    save_classifier(state, folder / CLASSIFIER)
+    write_classifier(state, folder / CLASSIFIER)
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def model_card(repo_id: str, state: FittedState, summary: SupportSummary, strips: dict[int, str] | None = None) -> str:
+def model_card(
+    repo_id: str, state: ClassifierState, summary: SupportSummary, strips: dict[int, str] | None = None
+) -> str:
     """Markdown that describes a fitted classifier; ``strips`` are picture files of classes, by their index."""
     metadata = ModelCardData(
         library_name="fewshot-mahalanobis",
@@ -88,17 +93,17 @@ def model_card(repo_id: str, state: FittedState, summary: SupportSummary, strips
         tags=["few-shot-learning", "image-classification", "simple-cnaps", "mahalanobis-distance"],
     )
     parameters, config = state.parameters, state.model.config
-    backbone = config.get("backbone")
-    ours = backbone is None or backbone["timm"] is not None
-    of_timm = backbone is not None and backbone["timm"] not in (None, *OWN_NETWORKS)
-    head, unknown = parameters["head"], parameters["unknown_label"]
+    backbone = config.get("backbone", {"network": "FiLM ResNet18 of Simple CNAPS"})
+    of_timm = backbone.get("timm")
+    network = of_timm or backbone.get("network")
+    head, unknown = parameters["head"], state.fitted_head.unknown_label
     settings: dict[str, Any] = {
-        "network": "FiLM ResNet18 of Simple CNAPS" if backbone is None else backbone["timm"] or "its author's own",
+        "network": network or "its author's own",
         "checkpoint": public_checkpoint(parameters["checkpoint"]) or "in the file",
         "adapted to the support images": "no" if state.film is None else "yes",
         "head": head if isinstance(head, str) else repr(head),
         "image size": f"{config['image_size']} x {config['image_size']}",
-        "temperature": f"{state.calibration.temperature:.3g}",
+        "temperature": f"{state.fitted_head.temperature:.3g}",
         "label of unknown images": "none"
         if unknown is None
         else f"{unknown!r}, at a false rejection rate of {parameters['false_rejection_rate']:g}",
@@ -115,8 +120,8 @@ def model_card(repo_id: str, state: FittedState, summary: SupportSummary, strips
         classes=len(summary.counts),
         images=sum(summary.counts.values()),
         packages="'fewshot-mahalanobis[backbones]'" if of_timm else "fewshot-mahalanobis",
-        argument="" if ours else ", backbone=network",
-        own="" if ours else "`network` is the module whose weights are in the file; its code is not.\n\n",
+        argument="" if network else ", backbone=network",
+        own="" if network else "`network` is the module whose weights are in the file; its code is not.\n\n",
         table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),
         accuracy=_accuracy(summary, adapted=state.film is not None),
         settings=_table(("setting", "value"), [(name, _escape(value)) for name, value in settings.items()]),

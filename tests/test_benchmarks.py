@@ -65,8 +65,8 @@ def test_the_page_keeps_its_text_around_the_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", command.PAGES)
-def test_the_pages_of_the_docs_have_the_markers(page: str) -> None:
-    text = (command.DOCS / page).read_text()
+def test_the_records_have_the_markers(page: str) -> None:
+    text = (command.RESULTS / page).read_text()
     assert text.index(command.BEGIN) < text.index(command.END)
 
 
@@ -96,8 +96,8 @@ def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "no benchmark haed" in capsys.readouterr().err
 
 
-def test_a_quick_run_prints_a_table_and_leaves_the_page_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    page = command.DOCS / "speed.md"
+def test_a_quick_run_prints_a_table_and_leaves_the_record_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    page = command.RESULTS / "speed.md"
     before = page.read_text()
     command.main(["--quick", "head"])
     output = capsys.readouterr().out

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,16 +10,18 @@ import torch
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import MahalanobisClassifier
-from fewshot_mahalanobis.gaussians.choose import BETA_GRID, PRIOR_SHOTS_GRID, SHARED_CHOICES, choose_settings
+from fewshot_mahalanobis.gaussians.choose import BETA_GRID, choose_beta
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import MahalanobisHead
-from fewshot_mahalanobis.temperature import fit_temperature
 from tests.drawn_tasks import make_task
 
+AUTO = CovarianceSettings("auto")
 
-def choose_beta(features: torch.Tensor, labels: torch.Tensor) -> float:
-    return choose_settings(CovarianceSettings("auto"), features, labels).ridge
+
+def chosen_beta(features: torch.Tensor, labels: torch.Tensor) -> float:
+    return choose_beta(CovarianceSettings("auto"), features, labels).ridge
 
 
 def drawn(true_temperature: float, n: int = 20_000, k: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,12 +68,9 @@ def test_logits_that_say_nothing_leave_the_temperature_at_one() -> None:
 def improbabilities(
     features: torch.Tensor,
     labels: torch.Tensor,
-    shared: str = "task",
-    prior_shots: float = 1.0,
-    factors: Sequence[float] = BETA_GRID,
-    with_prior: bool = True,
+    settings: CovarianceSettings = AUTO,
 ) -> list[float]:
-    """What ``choose_settings`` minimises, for each beta: refits, a fine grid of temperatures, and the prior of beta.
+    """What ``choose_beta`` minimises, for each beta: refits, a fine grid of temperatures, and the prior of beta.
 
     An example that is alone in its class cannot be left out.
     """
@@ -82,13 +80,13 @@ def improbabilities(
     n = len(told)
     targets = torch.full((n, k), 1 / (n + k), dtype=torch.float64).scatter(1, told[:, None], (n + 1) / (n + k))
     found = []
-    for factor in factors:
-        head = MahalanobisHead(RegularizedCovariance(factor * variance, shared=shared, prior_shots=prior_shots))
+    for factor in BETA_GRID:
+        head = MahalanobisHead(RegularizedCovariance.of(replace(settings, beta=factor * variance)))
         logits = torch.cat([head(features[r], labels[r], features[~r]) for r in rest])
         temperatures = float(logits.std(dim=1).mean()) * torch.logspace(-3, 3, 600, dtype=torch.float64)
         losses = [-(targets * torch.log_softmax(logits / t, dim=1)).sum() for t in temperatures]
         prior = torch.distributions.Normal(torch.tensor(1.0), torch.tensor(0.5)).log_prob(torch.tensor(factor).log10())
-        found.append(float(torch.stack(losses).min() - with_prior * prior))
+        found.append(float(torch.stack(losses).min() - prior))
     return found
 
 
@@ -97,57 +95,40 @@ def test_beta_is_what_left_out_examples_and_the_prior_make_most_probable(seed: i
     features, labels, _ = make_task(seed, [4, 3, 5], 12, dtype=torch.float64)
     variance = float(features.var(dim=0).mean())
     expected = BETA_GRID[int(np.argmin(improbabilities(features, labels)))] * variance
-    assert choose_beta(features, labels) == pytest.approx(expected)
-
-
-def best_settings(settings: CovarianceSettings, features: torch.Tensor, labels: torch.Tensor) -> tuple[object, ...]:
-    """S, nu and beta of the smallest of the sums that ``improbabilities`` computes."""
-    variance = float(features.var(dim=0).mean())
-    factors = BETA_GRID if settings.beta == "auto" else (settings.ridge / variance,)
-    candidates = [
-        (loss, shared, prior_shots, factor * variance)
-        for shared, prior_shots in product(
-            SHARED_CHOICES if settings.shared == "auto" else [settings.shared],
-            PRIOR_SHOTS_GRID if settings.prior_shots == "auto" else [float(settings.prior_shots)],
-        )
-        for loss, factor in zip(
-            improbabilities(features, labels, shared, prior_shots, factors, settings.beta == "auto"), factors
-        )
-    ]
-    return min(candidates)[1:]
+    assert chosen_beta(features, labels) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        CovarianceSettings("auto", shared="auto", prior_shots="auto"),
         CovarianceSettings("auto", shared="task", prior_shots=5.0),
         CovarianceSettings("auto", shared="within", prior_shots=1.0),
-        CovarianceSettings(0.3, shared="auto", prior_shots="auto"),
-        CovarianceSettings(30.0, shared="auto", prior_shots=25.0),
+        CovarianceSettings("auto", shared="within", prior_shots=np.inf),
+        CovarianceSettings("auto", task_covariance=False),
         CovarianceSettings("auto"),
     ],
     ids=repr,
 )
 @pytest.mark.parametrize(("seed", "shots"), [(5, [4, 3, 5]), (8, [4, 3, 5]), (11, [1, 2, 3]), (13, [2, 1, 1, 2])])
-def test_what_is_auto_is_chosen_together_and_the_rest_kept(
+def test_beta_is_chosen_for_the_other_settings_which_are_kept(
     settings: CovarianceSettings, seed: int, shots: list[int]
 ) -> None:
     features, labels, _ = make_task(seed, shots, 12, scale=0.7, dtype=torch.float64)
     noise = torch.randn(features.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     features = features + 2 * noise
-    chosen = choose_settings(settings, features, labels)
-    shared, prior_shots, beta = best_settings(settings, features, labels)
-    assert (chosen.shared, chosen.prior_shots) == (shared, prior_shots)
+    losses = improbabilities(features, labels, settings)
+    beta = BETA_GRID[int(np.argmin(losses))] * float(features.var(dim=0).mean())
+    chosen = choose_beta(settings, features, labels)
+    assert chosen == replace(settings, beta=chosen.ridge)
     assert chosen.ridge == pytest.approx(beta)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_one_example_of_a_class_or_in_all_gives_the_papers_settings(n: int) -> None:
+def test_one_example_of_a_class_or_in_all_gives_the_mean_variance(n: int) -> None:
     features = torch.tensor([[1.0, 2.0], [3.0, 8.0]], dtype=torch.float64)[:n]
-    auto = CovarianceSettings("auto", shared="auto", prior_shots="auto")
     variance = {1: 1.0, 2: (2.0 + 18.0) / 2}[n]
-    assert choose_settings(auto, features, torch.arange(n)) == CovarianceSettings(variance)
+    chosen = choose_beta(CovarianceSettings("auto"), features, torch.arange(n))
+    assert chosen == CovarianceSettings(variance)
 
 
 def test_a_mean_variance_of_one_is_like_any_other() -> None:
@@ -156,13 +137,7 @@ def test_a_mean_variance_of_one_is_like_any_other() -> None:
     features = features / float(features.var(dim=0).mean()) ** 0.5
     best = BETA_GRID[int(np.argmin(improbabilities(features, labels)))]
     assert float(features.var(dim=0).mean()) == pytest.approx(1.0, rel=1e-12)
-    assert choose_beta(features, labels) == pytest.approx(best)
-
-
-def test_without_two_examples_of_a_class_the_settings_are_the_papers() -> None:
-    features, labels, _ = make_task(3, [1, 1, 1], 6, dtype=torch.float64)
-    chosen = choose_settings(CovarianceSettings(0.3, shared="auto", prior_shots="auto"), features, labels)
-    assert chosen == CovarianceSettings(0.3)
+    assert chosen_beta(features, labels) == pytest.approx(best)
 
 
 def test_many_examples_outvote_the_prior() -> None:
@@ -172,7 +147,7 @@ def test_many_examples_outvote_the_prior() -> None:
     features = torch.randn(120, 4, generator=generator, dtype=torch.float64) * spread
     labels = torch.arange(120) % 2
     features[:, 3] += 3 * labels
-    factors = [choose_beta(features[:n], labels[:n]) / float(features[:n].var(dim=0).mean()) for n in (4, 120)]
+    factors = [chosen_beta(features[:n], labels[:n]) / float(features[:n].var(dim=0).mean()) for n in (4, 120)]
     assert factors[1] < factors[0] / 10
 
 
@@ -193,7 +168,7 @@ def test_where_nothing_can_be_left_out_beta_is_the_mean_variance() -> None:
 
 def test_the_classifier_of_features_chooses_beta_when_asked_to() -> None:
     features, labels, queries = make_task(7, [4, 3, 5], 12, dtype=torch.float64)
-    chosen = choose_beta(features, labels)
+    chosen = chosen_beta(features, labels)
     auto = MahalanobisClassifier(head="mahalanobis", beta="auto").fit(features.numpy(), labels.numpy())
     assert auto.beta == "auto"
     assert auto.beta_ == pytest.approx(chosen)

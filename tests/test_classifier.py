@@ -77,7 +77,7 @@ def test_fitted_attributes_describe_the_support_set(fitted: SimpleCNAPSClassifie
     assert fitted.class_counts_.tolist() == [2, 3, 3]
     assert fitted.n_features_out_ == 512
     assert fitted.device_ == fitted.model_.device
-    assert fitted.task_.support_features.shape == (8, 512)
+    assert fitted.fitted_head_.support.adapted.shape == (8, 512)
 
 
 def test_logits_are_those_of_the_model(
@@ -122,8 +122,8 @@ def test_transform_gives_the_adapted_features(
     features = fitted.transform(queries)
     assert features.shape == (7, 512)
     assert features.dtype == np.float32
-    assert_close(fitted.transform(support), fitted.task_.support_features.numpy())
-    logits = fitted.task_.head_logits(torch.from_numpy(features)).numpy()
+    assert_close(fitted.transform(support), fitted.fitted_head_.support.adapted.numpy())
+    logits = fitted.fitted_head_.logits(torch.from_numpy(features)).numpy()
     assert_close(logits, fitted.decision_function(queries))
 
 
@@ -196,7 +196,7 @@ def test_renaming_the_classes_permutes_the_columns(
 
 def test_adaptation_can_be_left_out(model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
     plain = SimpleCNAPSClassifier(model, precision="float32", adapt=False).fit(support, SUPPORT_LABELS)
-    assert plain.task_.film is None
+    assert plain.task_.network.film is None
     with torch.no_grad():
         features = model.feature_extractor(torch.cat(list(ImageBatches(queries, SIZE))))
     assert_close(plain.transform(queries), features.numpy())
@@ -216,7 +216,7 @@ def test_every_metric_head_can_be_named(head: str, model: SimpleCNAPS, support: 
 
 
 def test_the_named_head_of_the_checkpoint_keeps_its_settings(fitted: SimpleCNAPSClassifier) -> None:
-    head = fitted.task_.head
+    head = fitted.fitted_head_.head
     assert isinstance(head, MahalanobisHead)
     assert (head.scale, head.covariance.settings.beta) == (0.5, 0.5)
 
@@ -228,7 +228,7 @@ def test_a_head_object_is_used_and_left_alone(
     classifier = SimpleCNAPSClassifier(model, precision="float32", head=head).fit(support, SUPPORT_LABELS)
     assert_close(classifier.decision_function(queries), 4 * fitted.decision_function(queries))
     assert classifier.head is head
-    assert classifier.task_.head is not head
+    assert classifier.fitted_head_.head is not head
 
 
 def test_the_linear_head_needs_a_checkpoint_that_was_trained_with_it(
@@ -238,7 +238,7 @@ def test_the_linear_head_needs_a_checkpoint_that_was_trained_with_it(
         SimpleCNAPSClassifier(model, head="linear").fit(support, SUPPORT_LABELS)
     cnaps = SimpleCNAPS(head="linear", adaptation="none", image_size=SIZE)
     classifier = SimpleCNAPSClassifier(cnaps, head="linear").fit(support, SUPPORT_LABELS)
-    assert classifier.task_.head is classifier.model_.head
+    assert classifier.fitted_head_.head is classifier.model_.head
     assert classifier.decision_function(queries).shape == (7, 3)
 
 
@@ -256,7 +256,8 @@ def test_partial_fit_equals_one_fit_under_the_first_adaptation(
     first = SimpleCNAPSClassifier(model, precision="float32").fit(pictures[0], rounds[0])
     features = torch.from_numpy(first.transform(np.concatenate(pictures)))
     labels = torch.tensor([sorted(COLOURS).index(label) for labels in rounds for label in labels])
-    expected = first.task_.refit(features, labels).logits(torch.cat(list(ImageBatches(queries, SIZE))))
+    queries_features = first.task_.features(torch.cat(list(ImageBatches(queries, SIZE))))
+    expected = first.fitted_head_.head(features, labels, queries_features)
     assert_close(classifier.decision_function(queries), expected.numpy())
     assert classifier.classes_.tolist() == ["blue", "green", "red"]
     assert classifier.class_counts_.tolist() == [2, 3, 3]
@@ -308,7 +309,7 @@ def test_constructor_arguments_are_kept_and_cloned(model: SimpleCNAPS, support: 
     arguments = {
         "checkpoint": "somewhere", "head": "cosine", "adapt": False, "device": "cpu", "precision": "float32",
         "batch_size": 3, "temperature": 2.0, "unknown_label": "none", "false_rejection_rate": 0.2, "n_jobs": 2,
-        "verbose": 0, "refine": 0,
+        "verbose": 0,
     }  # fmt: skip
     classifier = SimpleCNAPSClassifier(**arguments)  # type: ignore[arg-type]
     assert classifier.get_params() == arguments
@@ -411,20 +412,20 @@ def test_progress_is_shown_on_request(
 
 def test_bfloat16_agrees_on_the_labels(model: SimpleCNAPS, support: Pictures, queries: Pictures) -> None:
     classifier = SimpleCNAPSClassifier(model, precision="bfloat16").fit(support, SUPPORT_LABELS)
-    assert classifier.task_.dtype == torch.bfloat16
+    assert classifier.task_.network.dtype == torch.bfloat16
     assert classifier.transform(queries).dtype == np.float32
     assert classifier.predict(queries).tolist() == QUERY_LABELS
 
 
 def test_queries_are_streamed(fitted: SimpleCNAPSClassifier, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    features = fitted.task_.features
+    features = fitted.task_.network.features
 
     def watched(images: torch.Tensor, batch_size: int) -> torch.Tensor:
         sizes.append(len(images))
         return features(images, batch_size)
 
-    monkeypatch.setattr(fitted.task_, "features", watched)
+    monkeypatch.setattr(fitted.task_.network, "features", watched)
     many = np.broadcast_to(drawn(["red"], 7), (150, 24, 24, 3))
     assert (fitted.predict(many) == "red").all()
     assert sizes == [64, 64, 22]

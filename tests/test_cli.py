@@ -165,9 +165,9 @@ def test_more_labels_than_there_are_classes_are_refused(photos, model):
     assert "--top-k 4 is more than the 3 classes" in run("predict", model, photos, "--top-k", 4, status=1)
 
 
-def test_answers_do_not_depend_on_the_chunks(photos, model, monkeypatch):
+def test_answers_do_not_depend_on_the_batches(photos, model, monkeypatch):
     whole = run("predict", model, photos)
-    monkeypatch.setattr("fewshot_mahalanobis.labelling._CHUNK", 2)
+    monkeypatch.setattr("fewshot_mahalanobis.labelling._BATCH", 2)
     assert run("predict", model, photos) == whole
 
 
@@ -231,7 +231,7 @@ def test_what_the_user_gave_wrongly_is_one_line_and_status_1(checkpoint, photos,
 
 
 def test_an_output_that_cannot_be_written_is_said_before_any_work(photos, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("fewshot_mahalanobis.labelling.read_chunks", None)
+    monkeypatch.setattr("fewshot_mahalanobis.images.decode_batches", None)
     for command in (("fit", photos), ("sort", model, photos), ("demo",)):
         said = run(*command, "-o", tmp_path / "none" / "m", status=1)
         assert (
@@ -267,15 +267,20 @@ def test_without_a_connection_a_backbone_is_refused_after_one_question(photos, t
     assert "Name or service not known" in said
 
 
-def test_images_are_sorted_into_folders_and_back(photos, model, tmp_path):
+def test_images_are_sorted_into_folders(photos, model, tmp_path):
     said = run("sort", model, photos, "-o", tmp_path / "sorted", "--min-probability", 0)
-    counts = "9 images sorted (blue 3, green 3, red 3)"
-    assert said == f"{tmp_path / 'sorted'}: {counts}, table {tmp_path / 'sorted' / 'sorted.csv'}\n"
+    assert said == f"{tmp_path / 'sorted'}: 9 images sorted (blue 3, green 3, red 3)\n"
     assert {p.parent.name for p in (tmp_path / "sorted").glob("*/*.png")} == {"blue", "green", "red"}
-    assert run("unsort", tmp_path / "sorted") == f"{tmp_path / 'sorted'}: undone\n"
-    assert not (tmp_path / "sorted").exists()
     assert len(list(photos.glob("*/*.png"))) == 9
-    assert "nothing was sorted" in run("unsort", photos, status=1)
+    assert run("sort", model, photos, "-o", tmp_path / "sorted") == f"{tmp_path / 'sorted'}: 0 images sorted\n"
+
+    shutil.copytree(photos, tmp_path / "photos")
+    run("sort", model, tmp_path / "photos", "-o", tmp_path / "links", "--link")
+    assert all(file.is_symlink() for file in (tmp_path / "links").glob("*/*.png"))
+    run("sort", model, tmp_path / "photos", "-o", tmp_path / "moved", "--move")
+    assert not list((tmp_path / "photos").glob("*/*.png"))
+    assert len(list((tmp_path / "moved").glob("*/*.png"))) == 9
+    assert "exclude each other" in run("sort", model, photos, "-o", tmp_path / "no", "--move", "--link", status=1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names that are no text")
@@ -342,7 +347,7 @@ def test_downloading_says_when_a_checkpoint_is_there_and_why_when_not(checkpoint
     def offline(name: str) -> None:
         raise DownloadError(f"could not download {name}")
 
-    monkeypatch.setattr("fewshot_mahalanobis.checkpoints.loading.load_checkpoint", offline)
+    monkeypatch.setattr("fewshot_mahalanobis.checkpoints.load.load_checkpoint", offline)
     said = run("checkpoints", "download", "simple-cnaps-meta-dataset", status=1)
     assert said == "error: could not download simple-cnaps-meta-dataset\n"
 

@@ -29,7 +29,6 @@ from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.data.layouts import class_split
 from fewshot_mahalanobis.evaluation.paper_figures import published_figure
 from fewshot_mahalanobis.evaluation.result import Row
-from fewshot_mahalanobis.example import photographs
 from tests.checkpoints.checkpoint_server import hub_on_this_machine
 from tests.data import trees
 
@@ -120,14 +119,29 @@ def test_the_first_picture_is_what_its_script_draws(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     script = importlib.import_module("first_task")
     classifier = script.draw(tmp_path / "drawn.png")
-    example = photographs()
-    assert classifier.predict(example.queries).tolist() == example.truth
+    queries, truth = script.pieces(script.QUERIES)
+    assert classifier.predict(queries).tolist() == truth
     drawn, kept = (
         np.asarray(Image.open(path).convert("L"), float) for path in (tmp_path / "drawn.png", script.PICTURE)
     )
     assert drawn.shape == kept.shape
     assert np.abs(drawn - kept).mean() < 2  # of 255: probabilities in the titles may differ in a digit
     assert script.PICTURE.stat().st_size < 100_000
+
+
+def test_no_query_of_the_first_picture_shares_a_pixel_with_a_support_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    script = importlib.import_module("first_task")
+    support, queries = (
+        [script.Square(*square) for of_class in squares.values() for square in of_class]
+        for squares in (script.SUPPORT, script.QUERIES)
+    )
+    assert len(support) == 25
+    for one in support:
+        for other in queries:
+            apart = max(other.left - one.left - one.side, one.left - other.left - other.side)
+            below = max(other.top - one.top - one.side, one.top - other.top - other.side)
+            assert one.photograph != other.photograph or max(apart, below) >= 0, (one, other)
 
 
 def test_the_papers_table_is_what_the_command_prints_beside_ones_own() -> None:
@@ -145,6 +159,16 @@ def test_the_citation_is_of_this_version_and_of_the_paper() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == fewshot_mahalanobis.__version__
     assert citation["preferred-citation"]["title"] == "Improved Few-Shot Visual Classification"
+
+
+def test_every_link_to_a_file_of_the_repository_leads_to_one() -> None:
+    """The site's builder checks the links between its own pages; records and README have links of their own."""
+    pages = [*PAGES, *(ROOT / "benchmarks" / "results").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", page.read_text())]
+    for page, link in links:
+        if not link.startswith("auto_examples/"):  # made when the site is built
+            assert (page.parent / link).exists(), f"{page}: {link}"
+    assert {page for page, _ in links} >= {ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md"}
 
 
 def test_pages_hold_no_code_of_a_language_that_is_not_tested() -> None:

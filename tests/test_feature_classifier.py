@@ -17,7 +17,7 @@ from sklearn.neighbors import NearestCentroid
 from sklearn.utils.estimator_checks import check_estimator
 
 from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier
-from fewshot_mahalanobis.heads import AutoHead
+from fewshot_mahalanobis.heads import AutoHead, EuclideanHead
 from tests import reference
 
 
@@ -129,8 +129,8 @@ def test_changing_the_callers_arrays_afterwards_changes_nothing() -> None:
     [
         ({"beta": -1.0, "head": "mahalanobis"}, [[0.0], [1.0]], "beta must be"),
         ({"scale": 0.0, "head": "mahalanobis"}, [[0.0], [1.0]], "scale must be"),
-        ({"beta": 0.5}, [[0.0], [1.0]], 'settings of head="mahalanobis"'),
-        ({"task_covariance": False}, [[0.0], [1.0]], 'settings of head="mahalanobis"'),
+        ({"beta": 0.5, "head": "cosine"}, [[0.0], [1.0]], "beta: settings of head=\"mahalanobis\", not of 'cosine'"),
+        ({"head": "linear"}, [[0.0], [1.0]], "learned"),
         ({}, [[0.0], [np.nan]], "NaN"),
         ({}, [[0.0], [1.0], [2.0]], "inconsistent numbers of samples"),
     ],
@@ -170,5 +170,24 @@ def test_the_auto_head_chooses_once_for_the_fit_and_for_the_examples_left_out() 
     predicted = classifier.predict(X)
     assert (predicted == -1).mean() < 0.15  # a twentieth is promised of queries unseen
     assert (predicted == y)[predicted != -1].mean() > 0.9
-    with pytest.raises(ValueError, match='head must be "auto" or "mahalanobis"'):
-        MahalanobisClassifier(head="euclidean").fit(X, y)
+    with pytest.raises(ValueError, match=r"head must be one of .* got 'euclid'"):
+        MahalanobisClassifier(head="euclid").fit(X, y)
+
+
+@pytest.mark.parametrize("given", [{"beta": 2}, {"task_covariance": False}, {"scale": 0.5}])
+def test_a_setting_of_the_papers_head_selects_it(given: dict[str, Any]) -> None:
+    X, y = load_iris(return_X_y=True)
+    classifier = MahalanobisClassifier(**given).fit(X[::3], y[::3])
+    expected = MahalanobisClassifier(head="mahalanobis", **given).fit(X[::3], y[::3])
+    assert np.array_equal(classifier.decision_function(X), expected.decision_function(X))
+    assert classifier.get_params()["head"] == "auto"
+
+
+def test_every_other_head_serves_feature_vectors_too() -> None:
+    X, y = load_iris(return_X_y=True)
+    head = EuclideanHead()
+    for given in ("euclidean", head):
+        classifier = MahalanobisClassifier(head=given).fit(X[::3], y[::3])
+        assert classifier.score(X, y) > 0.9
+        assert classifier.beta_ is None
+    assert classifier.head is head

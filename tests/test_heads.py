@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import heads
-from fewshot_mahalanobis.gaussians import uncertain_means
+from fewshot_mahalanobis.gaussians import plda
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings, choose_means_settings
-from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
-from fewshot_mahalanobis.temperature import temperature_fit
+from fewshot_mahalanobis.gaussians.inputs import class_means
+from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings
+from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.temperature import temperature_fit
+from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead, mahalanobis
 from tests import reference
 from tests.drawn_tasks import make_task
 
@@ -34,7 +36,7 @@ def task() -> tuple[Tensor, Tensor, Tensor]:
 
 
 #: Settings of ``AutoHead`` where what it would choose is not the point.
-FIXED = MeansSettings(beta=0.8, spread=0.3, freedom=4.0, scale=0.7, shared="within")
+FIXED = PldaSettings(beta=0.8, spread=0.3, freedom=4.0, scale=0.7, shared="within")
 
 
 def make_head(name: str) -> Head[object]:
@@ -66,17 +68,23 @@ def test_without_a_scale_mahalanobis_logits_are_minus_the_distance(task: tuple[T
 
 
 def test_a_head_is_made_by_its_name_with_the_arguments_that_are_its_own() -> None:
-    covariance = RegularizedCovariance(beta=0.3)
-    mahalanobis = heads.make_head("mahalanobis", covariance=covariance, scale=0.5, in_features=7)
-    assert isinstance(mahalanobis, MahalanobisHead)
-    assert mahalanobis.covariance is covariance
-    assert mahalanobis.scale == 0.5
-    linear = heads.make_head("linear", covariance=covariance, scale=0.5, in_features=7)
+    settings = {
+        "beta": 0.3,
+        "task_covariance": False,
+        "one_shot_covariance": "published",
+        "scale": 0.5,
+        "image_size": 84,
+    }
+    named = heads.make_head("mahalanobis", settings, in_features=7)
+    assert isinstance(named, MahalanobisHead)
+    assert named.covariance.settings == CovarianceSettings(0.3, False, "published")
+    assert named.scale == 0.5
+    linear = heads.make_head("linear", settings, in_features=7)
     assert isinstance(linear, LinearHead)
     assert linear.in_features == 7
     assert heads.make_head("linear").in_features == 512
     for name in set(HEADS) - {"mahalanobis", "linear"}:
-        assert type(heads.make_head(name, covariance=covariance, scale=0.5)) is HEADS[name]
+        assert type(heads.make_head(name, settings)) is HEADS[name]
     names = "['auto', 'cosine', 'dot_product', 'euclidean', 'linear', 'mahalanobis', 'manhattan']"
     with pytest.raises(ValueError, match=re.escape(f"head must be one of {names}, got 'nearest'")):
         heads.make_head("nearest")
@@ -194,7 +202,7 @@ def test_left_out_logits_are_those_of_the_head_fitted_to_the_others(
 
 def test_examples_are_left_out_under_settings_chosen_once_on_all_of_them() -> None:
     features, labels, _ = make_task(4, [4, 3, 5], 8, dtype=torch.float64)
-    auto = RegularizedCovariance(beta="auto", shared="auto", prior_shots="auto")
+    auto = RegularizedCovariance(beta="auto")
     chosen = auto.with_chosen_settings(features, labels)
     expected = Head.leave_one_out_logits(MahalanobisHead(chosen), features, labels)
     torch.testing.assert_close(MahalanobisHead(auto).leave_one_out_logits(features, labels), expected)
@@ -213,12 +221,21 @@ def test_the_exported_form_gives_the_heads_logits(name: str, task: tuple[Tensor,
     torch.testing.assert_close(graph(queries), logits, rtol=1e-4, atol=1e-5 * float(logits.abs().max()))
 
 
-def test_a_head_of_ones_own_need_not_have_an_exported_form() -> None:
-    class Own(Head[Tensor]):
-        pass
+def test_a_head_of_ones_own_is_exported_as_it_is() -> None:
+    class Chebyshev(Head[Tensor]):
+        def fit(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+            return class_means(support_features, support_labels)
 
-    with pytest.raises(ValueError, match=r"^a Own as head has no form as an ONNX graph: use one of the package's"):
-        Own().export(torch.zeros(1))
+        def logits(self, state: Tensor, query_features: Tensor) -> Tensor:
+            return -(query_features[:, None] - state).abs().amax(dim=2)
+
+    features, labels, queries = make_task(0, [3, 2], 5, dtype=torch.float64)
+    head = Chebyshev()
+    state = head.fit(features, labels)
+    graph = head.export(state)(queries)
+    assert graph.dtype == torch.float32
+    torch.testing.assert_close(graph.double(), head.logits(state, queries), rtol=1e-6, atol=1e-6)
+    assert (head.name, head.title) == ("Chebyshev", "Chebyshev")
 
 
 @pytest.mark.parametrize(
@@ -250,10 +267,10 @@ def test_the_exported_distance_is_the_heads_and_as_small_as_the_span_of_the_supp
 
 def test_too_many_classes_to_export_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     features, labels, _ = make_task(0, [3, 3, 3], 20)
-    monkeypatch.setattr(heads, "MAX_EXPORTED_NUMBERS", 3 * 9**2)  # nine examples
+    monkeypatch.setattr(mahalanobis, "MAX_EXPORTED_NUMBERS", 3 * 9**2)  # nine examples
     own, shared = MahalanobisHead(), MahalanobisHead(RegularizedCovariance(shared="within", prior_shots=math.inf))
     assert own.export(own.fit(features, labels)).roots.numel() == 3 * 9**2
-    monkeypatch.setattr(heads, "MAX_EXPORTED_NUMBERS", 3 * 9**2 - 1)
+    monkeypatch.setattr(mahalanobis, "MAX_EXPORTED_NUMBERS", 3 * 9**2 - 1)
     with pytest.raises(ValueError, match=r"^3 classes need a 9 x 9 matrix each, too much for an ONNX file: fit fewer"):
         own.export(own.fit(features, labels))
     assert shared.export(shared.fit(features, labels)).roots.numel() == 9**2
@@ -265,7 +282,7 @@ def test_too_many_classes_to_export_are_named(monkeypatch: pytest.MonkeyPatch) -
 ROOTS = replace(FIXED, power=0.5)
 
 
-def naive_auto(features: Tensor, labels: Tensor, queries: Tensor, settings: MeansSettings) -> Tensor:
+def naive_auto(features: Tensor, labels: Tensor, queries: Tensor, settings: PldaSettings) -> Tensor:
     """The posterior of every class mean and the predictive Gaussian of every class, one at a time."""
     if settings.power == 0.5:
         features, queries = features.sign() * features.abs().sqrt(), queries.sign() * queries.abs().sqrt()
@@ -296,7 +313,7 @@ SHOTS = [
 
 @pytest.mark.parametrize("settings", [FIXED, ROOTS], ids=["features", "roots"])
 @pytest.mark.parametrize(("shots", "d"), SHOTS)
-def test_auto_logits_are_those_of_the_predictive_gaussians(shots: list[int], d: int, settings: MeansSettings) -> None:
+def test_auto_logits_are_those_of_the_predictive_gaussians(shots: list[int], d: int, settings: PldaSettings) -> None:
     features, labels, queries = make_task(1, shots, d, dtype=torch.float64)
     got = AutoHead(settings)(features, labels, queries)
     torch.testing.assert_close(got, naive_auto(features, labels, queries, settings), rtol=1e-9, atol=1e-9)
@@ -305,7 +322,7 @@ def test_auto_logits_are_those_of_the_predictive_gaussians(shots: list[int], d: 
 @pytest.mark.parametrize(("shots", "d"), SHOTS)
 def test_auto_leaves_out_exactly(shots: list[int], d: int) -> None:
     features, labels, _ = make_task(1, shots, d, dtype=torch.float64)
-    for settings in (FIXED, ROOTS, choose_means_settings(features, labels)):
+    for settings in (FIXED, ROOTS, choose_plda_settings(features, labels)):
         head = AutoHead(settings)
         naive = Head.leave_one_out_logits(head, features, labels)
         torch.testing.assert_close(head.leave_one_out_logits(features, labels), naive, rtol=1e-8, atol=1e-8)
@@ -324,7 +341,7 @@ def test_auto_of_fixed_settings_leaves_out_exactly(shots: list[int], shared: str
 @pytest.mark.parametrize("shots", [[3, 4, 2], [1, 1, 1]], ids=str)
 def test_auto_leaves_out_under_the_settings_that_it_chooses(shots: list[int]) -> None:
     features, labels, _ = make_task(2, shots, 6, dtype=torch.float64)
-    expected = AutoHead(choose_means_settings(features, labels)).leave_one_out_logits(features, labels)
+    expected = AutoHead(choose_plda_settings(features, labels)).leave_one_out_logits(features, labels)
     assert torch.equal(AutoHead().leave_one_out_logits(features, labels), expected)
 
 
@@ -352,9 +369,9 @@ def test_auto_takes_square_roots_where_left_out_examples_are_more_probable_so() 
     labels = torch.arange(4).repeat_interleave(10)
     centres = 2 + 0.5 * torch.randn(4, 30, generator=generator)
     support = (centres[labels] + torch.randn(40, 30, generator=generator)) ** 2
-    assert choose_means_settings(support, labels).power == 0.5
-    assert choose_means_settings(support**0.5, labels).power == 1.0
-    assert choose_means_settings(support - 1.0, labels).power == 1.0
+    assert choose_plda_settings(support, labels).power == 0.5
+    assert choose_plda_settings(support**0.5, labels).power == 1.0
+    assert choose_plda_settings(support - 1.0, labels).power == 1.0
     state = AutoHead().fit(support, labels)
     torch.testing.assert_close(state.means, EuclideanHead().fit(support, labels))
 
@@ -395,7 +412,7 @@ def test_auto_does_not_depend_on_the_scale_of_features() -> None:
 def test_auto_serves_what_leaves_nothing_to_choose() -> None:
     """One shot in every class, one class, and equal examples: defined, finite, nearest mean first."""
     features, labels, _ = make_task(6, [1, 1, 1], 8, dtype=torch.float64)
-    settings = choose_means_settings(features, labels)
+    settings = choose_plda_settings(features, labels)
     assert (settings.shared, settings.freedom) == ("task", 0.0)
     assert AutoHead()(features, labels, features).argmax(dim=1).equal(labels)
     assert AutoHead()(features, 0 * labels, features).isfinite().all()
@@ -419,8 +436,8 @@ def test_auto_favours_no_class_for_its_number_of_examples() -> None:
     assert precision > 0.8
 
 
-def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSettings:
-    """What ``choose_means_settings`` promises, by refitting without each example."""
+def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> PldaSettings:
+    """What ``choose_plda_settings`` promises, by refitting without each example."""
     counts = labels.bincount()
     order = labels.argsort(stable=True)
     paired = order[counts[labels[order]] > 1]
@@ -430,7 +447,7 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSett
         p = reference.pooled_covariance(x, y) + beta * torch.eye(x.shape[1], dtype=x.dtype)
         return torch.linalg.inv(p)
 
-    def fitted(power: float, beta: float, share: float = 0.0) -> tuple[MeansSettings, float, float]:
+    def fitted(power: float, beta: float, share: float = 0.0) -> tuple[PldaSettings, float, float]:
         x, own = features**power, []
         for i in paired.tolist():
             rest = torch.arange(len(x)) != i
@@ -442,7 +459,7 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSett
         centred = means - means.mean(dim=0)
         between = float((centred @ inverse(x, labels, beta) * centred).sum(dim=1).mean()) * k / (k - 1)
         spread = (between - freedom * float((1 / counts).mean())) / freedom
-        settings = MeansSettings(beta, min(max(spread, 0.01), 1e4), share * freedom, 1.0, "within", power)
+        settings = PldaSettings(beta, min(max(spread, 0.01), 1e4), share * freedom, 1.0, "within", power)
         logits = Head.leave_one_out_logits(AutoHead(settings), features, labels)[rows]
         fit = temperature_fit(logits, labels[rows], 0.25 / k)
         of_each = torch.nn.functional.cross_entropy(logits / fit.temperature, labels[rows], reduction="none")
@@ -471,10 +488,10 @@ def naive_choice(features: Tensor, labels: Tensor, most: int = 500) -> MeansSett
 def test_auto_chooses_what_refitting_without_each_example_says(
     shots: list[int], d: int, most: int, squared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uncertain_means, "_MAX_LEFT_OUT", most)
+    monkeypatch.setattr(plda, "_MAX_LEFT_OUT", most)
     features, labels, _ = make_task(3, shots, d, dtype=torch.float64)
     features = (features + 1.0).relu() ** (2 if squared else 1)
-    found, expected = choose_means_settings(features, labels), naive_choice(features, labels, most)
+    found, expected = choose_plda_settings(features, labels), naive_choice(features, labels, most)
     assert (found.shared, found.power) == (expected.shared, expected.power)
     for name in ("beta", "spread", "freedom", "scale"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5), name
@@ -485,18 +502,18 @@ def test_auto_chooses_the_power_on_the_classes_of_most_examples(monkeypatch: pyt
     features = features.abs() + 0.1
     large = (labels == 1) | (labels == 3)
     features[large] = features[large] ** 4  # of these alone the roots are Gaussian
-    monkeypatch.setattr(uncertain_means, "_POWER_CLASSES", 2)
-    of_large = choose_means_settings(features[large], (labels[large] == 3).long())
-    assert choose_means_settings(features, labels).power == of_large.power == 0.5
+    monkeypatch.setattr(plda, "_POWER_CLASSES", 2)
+    of_large = choose_plda_settings(features[large], (labels[large] == 3).long())
+    assert choose_plda_settings(features, labels).power == of_large.power == 0.5
     features[large] = features[large] ** 0.25
     features[~large] = features[~large] ** 4
-    of_large = choose_means_settings(features[large], (labels[large] == 3).long())
-    assert choose_means_settings(features, labels).power == of_large.power == 1.0
+    of_large = choose_plda_settings(features[large], (labels[large] == 3).long())
+    assert choose_plda_settings(features, labels).power == of_large.power == 1.0
 
 
 def test_auto_of_one_shot_everywhere_has_the_priors_settings() -> None:
     features, labels, _ = make_task(6, [1, 1, 1], 8, dtype=torch.float64)
     variance = float(features.var(dim=0).mean())
-    assert choose_means_settings(features, labels) == MeansSettings(variance * 10**1.5, 0.1, 0.0, 14.0, "task")
-    assert choose_means_settings(features, 0 * labels) == MeansSettings(variance * 10.0, 0.1, 0.0, 1.0, "within")
-    assert choose_means_settings(torch.ones(4, 3), labels.new_tensor([0, 0, 1, 1])).beta == 10**1.5
+    assert choose_plda_settings(features, labels) == PldaSettings(variance * 10**1.5, 0.1, 0.0, 14.0, "task")
+    assert choose_plda_settings(features, 0 * labels) == PldaSettings(variance * 10.0, 0.1, 0.0, 1.0, "within")
+    assert choose_plda_settings(torch.ones(4, 3), labels.new_tensor([0, 0, 1, 1])).beta == 10**1.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import threading
 from pathlib import Path
 
@@ -13,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
-from fewshot_mahalanobis import images as images_module
-from fewshot_mahalanobis.images import ImageBatches, ImageError, to_square_array
+from fewshot_mahalanobis.images import ImageBatches, ImageError, decode_batches, to_square_array
 
 SIZE = 16
 
@@ -240,18 +240,54 @@ def test_the_same_lazily_opened_image_may_stand_in_a_list_often(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_no_more_than_the_batch_in_use_and_the_next_are_decoded(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
-    taken: list[int] = []
-    decode = images_module._decode_one
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_more_than_the_batch_in_use_and_the_next_are_decoded(ahead: bool, threads: int) -> None:
+    decoded: list[int] = []
 
-    def counted(images: object, index: int, *rest: object) -> object:
-        taken.append(index)
-        return decode(images, index, *rest)  # type: ignore[arg-type]
+    def decode(item: int) -> int:
+        decoded.append(item)
+        return item * 2
 
-    monkeypatch.setattr(images_module, "_decode_one", counted)
-    for number, _ in enumerate(ImageBatches(np.zeros((50, 6, 6), np.uint8), SIZE, batch_size=5, ahead=ahead)):
-        assert len(taken) <= 5 * (number + 1 + ahead)
-    assert sorted(taken) == list(range(50))
+    batches = [range(start, start + 5) for start in range(0, 50, 5)]
+    for number, results in enumerate(decode_batches(decode, batches, threads=threads, ahead=ahead)):
+        assert results == [2 * item for item in batches[number]]
+        assert len(decoded) <= 5 * (number + 1 + ahead)
+    assert sorted(decoded) == list(range(50))
+
+
+def test_an_error_of_decoding_is_raised_where_its_batch_is_due() -> None:
+    def decode(item: int) -> float:
+        return 1 / item
+
+    results = decode_batches(decode, [[1, 2], [4, 0], [5]], threads=2, ahead=True)
+    assert next(results) == [1, 0.5]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 100])
+def test_images_that_cannot_be_used_are_left_out_on_request(
+    batch_size: int, pictures: NDArray[np.uint8], tmp_path: Path
+) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("not an image")
+    collection = [pictures[0], text, tmp_path / "gone.png", pictures[1], np.zeros((4, 4), int), 3, pictures[2] / 255.0]
+    errors: list[ImageError] = []
+    batches = ImageBatches(collection, SIZE, batch_size=batch_size, on_error=errors.append)
+    assert torch.equal(torch.cat(list(batches)), tensor_of(pictures[:3]))
+    assert [error.index for error in errors] == [1, 2, 4, 5]
+    for error, reason in zip(errors, ("not an image file", "no such file", "dtype int64", "not an image"), strict=True):
+        assert reason in error.reason
+        assert str(error).startswith(f"image {error.index} (")
+        assert str(error).endswith(error.reason)
+    assert [index for batch in batches.decoded() for index in batch.indices] == [0, 3, 6]
+    assert torch.equal(batches.stacked(), tensor_of(pictures[:3]))
+    assert list(ImageBatches([text], SIZE, on_error=errors.append)) == []
+
+
+def test_an_error_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(ImageError("it is damaged", 3, "'a.png'")))
+    assert (str(error), error.reason, error.index) == ("image 3 ('a.png'): it is damaged", "it is damaged", 3)
 
 
 def test_leaving_the_loop_early_ends_the_threads() -> None:

@@ -138,10 +138,10 @@ def test_influence_is_the_loss_of_log_probability_when_an_example_is_left_out(
     classifier: SimpleCNAPSClassifier,
 ) -> None:
     queries = torch.from_numpy(classifier.transform(drawn(["red", "blue"], 3)))
-    influence = support_influence(classifier.task_, queries)
+    influence = support_influence(classifier.fitted_head_, queries)
     assert influence.shape == (2, 8)
-    features, labels = classifier.task_.support_features, classifier.task_.support_labels
-    head = classifier.task_.head
+    features, labels = classifier.fitted_head_.support.adapted, classifier.fitted_head_.labels
+    head = classifier.fitted_head_.head
     log_p = head(features, labels, queries).double().log_softmax(1)
     for i in (0, 2, 7):
         rest = [j for j in range(8) if j != i]
@@ -153,7 +153,7 @@ def test_influence_is_the_loss_of_log_probability_when_an_example_is_left_out(
 def test_the_only_example_of_a_class_has_no_influence_to_speak_of(classifier: SimpleCNAPSClassifier) -> None:
     labels = ["red", "red", "blue"]
     one_blue = SimpleCNAPSClassifier(classifier.model_).fit(drawn(labels, 1), labels)
-    influence = support_influence(one_blue.task_, one_blue.task_.support_features)
+    influence = support_influence(one_blue.fitted_head_, one_blue.fitted_head_.support.adapted)
     assert influence.isnan().all(0).tolist() == [False, False, True]
     single = SimpleCNAPSClassifier(classifier.model_).fit(drawn(labels[1:], 1), labels[1:])
     with pytest.raises(ValueError, match="every class has one support image"):
@@ -166,7 +166,7 @@ def test_the_picture_of_influences_orders_them_by_what_they_say(classifier: Simp
     misled = SimpleCNAPSClassifier(classifier.model_).fit(images, called)
     query = drawn(["green"], 4)
     axes = plot_support_influence(misled, images, query[0], most=3, figure=Figure())
-    influence = support_influence(misled.task_, torch.from_numpy(misled.transform(query)))[0].numpy()
+    influence = support_influence(misled.fitted_head_, torch.from_numpy(misled.transform(query)))[0].numpy()
     assert misled.predict(query).tolist() == ["green"]
     assert axes[0, 0].get_title().startswith("green")
     assert influence.argmin() == 8

@@ -13,6 +13,7 @@ import torch
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, devices, load_checkpoint
 from fewshot_mahalanobis.devices import choose_dtype, native_bfloat16
+from fewshot_mahalanobis.networks.efficientnet import LITE0, LITE_B0, EfficientNet
 from tests.tiny import LABELS, pictures, tiny_model
 
 CPU = torch.device("cpu")
@@ -28,7 +29,14 @@ def test_auto_is_bfloat16_where_the_device_has_it(
     native: bool, dtype: torch.dtype, model: SimpleCNAPS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "native_bfloat16", lambda device: native)
-    assert SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8, 1), LABELS).task_.dtype == dtype
+    assert SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8, 1), LABELS).task_.network.dtype == dtype
+
+
+def test_each_network_says_whether_bfloat16_was_measured(model: SimpleCNAPS) -> None:
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 5), torch.nn.AdaptiveAvgPool2d(1))
+    other = SimpleCNAPS.from_backbone(network, image_size=32, mean=(0.5,) * 3, std=(0.5,) * 3)
+    extractors = (model.feature_extractor, EfficientNet(LITE0), EfficientNet(LITE_B0), other.feature_extractor)
+    assert [extractor.bfloat16_measured for extractor in extractors] == [True, True, False, False]
 
 
 def test_auto_leaves_other_backbones_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,23 +21,21 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.calibration import Calibration, calibrate
 from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.cli import app
+from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead
 from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
-from fewshot_mahalanobis.predictions import predict_all
-from fewshot_mahalanobis.rejection import (
+from fewshot_mahalanobis.networks.task import AdaptedNetwork
+from fewshot_mahalanobis.support_set.calibration import calibrate
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.unknown import (
     CentredCosineHead,
-    Look,
-    outlier_score,
+    OutlierScore,
     output_labels,
-    predict_or_reject,
     rejection_threshold,
 )
-from fewshot_mahalanobis.saving import save_classifier
-from fewshot_mahalanobis.temperature import fit_temperature
 from tests import reference
 from tests.drawn_tasks import make_task
 from tests.tiny import LABELS, pictures, tiny_model
@@ -81,8 +78,8 @@ def test_an_image_far_from_every_class_scores_higher_with_every_metric() -> None
     features, labels = torch.tensor(X), torch.tensor(y)
     for name in ("mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"):
         head = HEADS[name]()
-        known = outlier_score([head(features, labels, torch.tensor(queries))])
-        away = outlier_score([head(features, labels, -torch.tensor(queries))])
+        known = OutlierScore.of_head(head(features, labels, torch.tensor(queries)))
+        away = OutlierScore.of_head(head(features, labels, -torch.tensor(queries)))
         assert float(away.median()) > float(known.median()), name
 
 
@@ -161,7 +158,9 @@ def naive_cosine(x: NDArray[np.float64], mean: NDArray[np.float64]) -> float:
     return float(x @ mean / np.sqrt((x @ x) * (mean @ mean)))
 
 
-def naive_look(name: str, x: NDArray[np.float64], support: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
+def naive_similarity(
+    name: str, x: NDArray[np.float64], support: NDArray[np.float64], labels: NDArray[np.int64]
+) -> float:
     """Minus the largest cosine of one image to a class mean."""
     if name == "frozen":
         x, support = np.cbrt(x), np.cbrt(support)
@@ -180,7 +179,7 @@ class NaiveOutlierScore:
         self.support = self.features(images)
         left_out = [self.scores(i) for i in range(len(labels)) if np.sum(self.labels == self.labels[i]) > 1]
         self.mean, self.std = np.mean(left_out, axis=0), np.std(left_out, axis=0, ddof=1)
-        self.std[3] /= 2  # the weight of the unadapted look
+        self.std[3] /= 2  # the weight of the features without adaptation
         n = len(left_out)  # whose units were made of themselves
         self.left_out = np.sum((np.array(left_out) - self.mean) / self.std, axis=1) * np.sqrt((n + 1) / (n - 1))
 
@@ -193,13 +192,13 @@ class NaiveOutlierScore:
         rest = np.arange(len(self.labels)) != (i if queries is None else -1)
         labels = np.unique(self.labels[rest], return_inverse=True)[1]
         x = {name: (self.support if queries is None else queries)[name][i] for name in self.support}
-        task = self.classifier.task_
-        refitted = task.refit(task.support_features[rest], torch.from_numpy(labels))
-        logits = refitted.head_logits(torch.from_numpy(x["adapted"])[None].float())[0].double().numpy()
-        if queries is None and task.head.is_squared_distance:
+        fitted = self.classifier.fitted_head_
+        query = torch.from_numpy(x["adapted"])[None].float()
+        logits = fitted.head(fitted.support.adapted[rest], torch.from_numpy(labels), query)[0].double().detach().numpy()
+        if queries is None and fitted.head.is_squared_distance:
             own = self.labels[i]
             logits[own] *= 1 - 1 / np.sum(self.labels == own) ** 2  # of a mean of one example fewer
-        return [-logits.max(), *(naive_look(name, x[name], self.support[name][rest], labels) for name in x)]
+        return [-logits.max(), *(naive_similarity(name, x[name], self.support[name][rest], labels) for name in x)]
 
     def __call__(self, images: Any) -> NDArray[np.float64]:
         queries = self.features(images)
@@ -221,7 +220,7 @@ def adapting_model() -> SimpleCNAPS:
 
 @pytest.mark.parametrize("head", ["mahalanobis", "euclidean", "cosine"])
 @pytest.mark.parametrize("adapt", [True, False])
-def test_the_outlier_score_of_images_is_the_sum_of_what_all_looks_say(head: str, adapt: bool) -> None:
+def test_the_outlier_score_of_images_is_the_sum_of_its_standardised_terms(head: str, adapt: bool) -> None:
     """One class has one image: it is a neighbour of the others, and never left out."""
     model = adapting_model()
     settings: dict[str, Any] = {"adapt": adapt, "precision": "float32", "device": "cpu"}
@@ -250,7 +249,7 @@ def test_centred_cosines_without_refits_are_those_of_n_refits() -> None:
     expected = Head.leave_one_out_logits(head, features, labels)
     torch.testing.assert_close(head.leave_one_out_logits(features, labels), expected, rtol=1e-10, atol=1e-10)
     x, y = features.numpy(), labels.numpy()
-    scores = [naive_look("centred", query, x, y) for query in queries.numpy()]
+    scores = [naive_similarity("centred", query, x, y) for query in queries.numpy()]
     np.testing.assert_allclose(-head(features, labels, queries).amax(dim=1), scores, rtol=1e-10)
 
 
@@ -261,16 +260,17 @@ def test_copies_of_one_picture_for_each_class_leave_a_finite_score() -> None:
     assert classifier.predict(images[::2]).tolist() == ["a", "b"]
 
 
-def test_unknown_images_that_are_asked_for_after_the_fit_are_told_by_adapted_features() -> None:
-    """There are no others of the first images; a fit brings them."""
+def test_an_unknown_label_set_after_the_fit_is_warned_about_and_uses_adapted_features_alone() -> None:
     images = pictures(8, 1)
     classifier = SimpleCNAPSClassifier(adapting_model(), device="cpu", precision="float32").fit(images, LABELS)
     classifier.set_params(unknown_label="none", false_rejection_rate=0.3)
-    assert len(classifier.partial_fit(images[:3], LABELS[:3])._networks) == 1
+    with pytest.warns(UserWarning, match="unknown_label was set after fit"):
+        classifier.partial_fit(images[:3], LABELS[:3])
+    assert classifier.fitted_head_.support.unadapted is None
     assert np.isfinite(classifier.outlier_score(images)).all()
-    assert len(classifier.fit(images, LABELS)._networks) == 2
+    assert classifier.fit(images, LABELS).fitted_head_.support.unadapted is not None
     classifier.set_params(unknown_label=None).partial_fit(images[:3], LABELS[:3])
-    assert (classifier.threshold_, len(classifier._networks)) == (None, 1)
+    assert (classifier.threshold_, classifier.task_.unadapted) == (None, None)
     expected = -classifier.task_.logits(batch_of(images)).amax(dim=1)
     np.testing.assert_allclose(classifier.outlier_score(images), expected, rtol=1e-6)
 
@@ -285,26 +285,6 @@ def test_adapted_classifiers_keep_their_score_in_files_and_pickles_and_add_image
         assert_same_decisions(again, classifier, queries)
     more = pictures(4, 5), ["red", "blue", "pink", "pink"]
     assert_same_decisions(loaded.partial_fit(*more), classifier.partial_fit(*more), queries)
-
-
-def test_a_file_from_before_the_sum_keeps_the_head_s_score(tmp_path: Path) -> None:
-    """Neither unadapted features nor units are in it, and its threshold is on minus the largest logit."""
-    classifier = rejecting_images(adapting_model(), head="mahalanobis").fit(pictures(8, 1), LABELS)
-    state = classifier._fitted_state()
-    old = Calibration(state.calibration.temperature, 2.5)
-    save_classifier(replace(state, calibration=old, frozen_features=None), tmp_path / "model.safetensors")
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        header = json.loads(file.metadata()["classifier"])
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        metadata = file.metadata()
-    del header["calibration"]["units"]
-    save_file(tensors, tmp_path / "old", metadata={**metadata, "classifier": json.dumps(header)})
-    loaded = SimpleCNAPSClassifier.load(tmp_path / "old", device="cpu")
-    queries = pictures(6, 3)
-    assert loaded.threshold_ == 2.5
-    np.testing.assert_allclose(loaded.outlier_score(queries), -loaded.task_.logits(batch_of(queries)).amax(dim=1))
-    loaded.partial_fit(pictures(3, 5), LABELS[:3])  # by what there is: the head and adapted features
-    assert len(loaded._units) == 4
 
 
 def test_probabilities_are_the_softmax_of_the_logits_over_the_temperature() -> None:
@@ -383,11 +363,19 @@ def test_predictions_are_those_without_rejection_where_nothing_is_rejected(names
 
 
 def test_without_a_threshold_no_query_is_rejected() -> None:
-    logits = torch.tensor([[-1e9, -2e9], [-3.0, -1.0]])
-    scores = outlier_score([logits])
-    assert predict_or_reject(logits, scores, None).tolist() == [0, 1]
-    assert predict_or_reject(logits, scores, 2.0).tolist() == [2, 1]
-    assert predict_or_reject(logits, scores, 1.0).tolist() == [2, 1]  # a score at the threshold is not above it
+    class Logits(Head[None]):
+        def fit(self, support_features: torch.Tensor, support_labels: torch.Tensor) -> None:
+            return None
+
+        def logits(self, state: None, query_features: torch.Tensor) -> torch.Tensor:
+            return query_features
+
+    queries = Features(torch.tensor([[-1e9, -2e9], [-3.0, -1.0]]))
+    fitted = FittedHead.fit(Logits(), queries, torch.tensor([0, 1]))
+    assert fitted.predict(queries).indices.tolist() == [0, 1]
+    for threshold in (2.0, 1.0):  # a score at the threshold is not above it
+        kept = {**fitted.kept(), "unknown_label": -1, "threshold": threshold}
+        assert FittedHead.from_kept(kept).predict(queries).indices.tolist() == [2, 1]
 
 
 # ---------------------------------------------------------------- errors
@@ -431,14 +419,14 @@ def test_settings_that_do_not_fit_are_refused_before_the_network_runs() -> None:
     for setting in settings:
         classifier = SimpleCNAPSClassifier(model, device="cpu", **setting)
         with (
-            patch.object(SimpleCNAPS, "adapt", side_effect=AssertionError("the network ran")),
+            patch.object(SimpleCNAPS, "adapted_network", side_effect=AssertionError("the network ran")),
             pytest.raises(ValueError, match=next(iter(setting))),
         ):
             classifier.fit(pictures(8, 1), LABELS)
     fitted = SimpleCNAPSClassifier(model, device="cpu", unknown_label="none", false_rejection_rate=0.4)
     fitted.fit(pictures(8, 1), LABELS)
     with (
-        patch.object(AdaptedTask, "features", side_effect=AssertionError("the network ran")),
+        patch.object(AdaptedNetwork, "features", side_effect=AssertionError("the network ran")),
         pytest.raises(ValueError, match="is the label of a class"),
     ):
         fitted.partial_fit(pictures(1, 2), ["none"])
@@ -449,9 +437,9 @@ def test_one_pass_through_the_network_gives_all_answers() -> None:
         tiny_model(), device="cpu", temperature="auto", unknown_label="none", false_rejection_rate=0.4
     ).fit(pictures(8, 1), LABELS)
     images = pictures(20, 3)
-    seen = classifier.task_._extractor.batches  # type: ignore[union-attr,operator]
+    seen = classifier.task_.network.extractor.batches  # type: ignore[union-attr,operator]
     before = sum(seen)
-    said = predict_all(classifier, images)
+    said = classifier.predict_all(images)
     assert sum(seen) - before == len(images)
     assert said.labels.tolist() == classifier.predict(images).tolist()
     np.testing.assert_allclose(said.probabilities, classifier.predict_proba(images), rtol=1e-6)
@@ -537,31 +525,35 @@ def test_saved_and_pickled_classifiers_keep_threshold_and_temperature_to_the_bit
 
 def test_what_is_saved_is_what_was_fitted_whatever_was_set_since(model: SimpleCNAPS, tmp_path: Path) -> None:
     classifier = rejecting_images(model).fit(pictures(8, 1), LABELS)
-    classifier.set_params(unknown_label="something else").save(tmp_path / "model.safetensors")
-    assert SimpleCNAPSClassifier.load(tmp_path / "model.safetensors").unknown_label == "none of these"
+    images = np.concatenate([pictures(6, 3), 0 * pictures(2, 4)])
+    before = classifier.predict(images).tolist()
+    assert "none of these" in before
+    classifier.set_params(unknown_label="something else", head="cosine").save(tmp_path / "model.safetensors")
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "model.safetensors")
+    assert loaded.predict(images).tolist() == before
+    assert (loaded.unknown_label, loaded.head) == ("something else", "cosine")  # in effect from the next fit
 
 
 @pytest.mark.parametrize(
     ("part", "name", "value", "message"),
     [
-        ("calibration", "temperature", 0.0, "temperature of 0.0"),
-        ("calibration", "temperature", float("nan"), "temperature of nan"),
-        ("calibration", "temperature", "1", r"calibration\.temperature"),
-        ("calibration", "threshold", float("inf"), "threshold of inf"),
-        ("calibration", "threshold", None, "threshold of None with unknown_label='none of these'"),
-        ("calibration", "threshold", True, r"calibration\.threshold"),
-        ("calibration", "extra", 1.0, "unknown field `extra`"),
-        ("calibration", "units", [[0.0, 1.0]], "an outlier score with units"),
-        ("calibration", "units", [[0.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]], "an outlier score with units"),
-        (
-            "calibration",
-            "units",
-            [[0.0, 1.0], [float("nan"), 1.0], [0.0, 1.0], [0.0, 1.0]],
-            "an outlier score with units",
-        ),
-        ("parameters", "unknown_label", None, "with unknown_label=None"),
-        ("parameters", "unknown_label", 3, "give a string"),
-        ("parameters", "unknown_label", "red", "label of a class"),
+        ("fitted", "temperature", 0.0, "temperature of 0.0"),
+        ("fitted", "temperature", float("nan"), "temperature of nan"),
+        ("fitted", "temperature", "1", r"fitted\.temperature"),
+        ("fitted", "threshold", float("inf"), "must be finite, got inf"),
+        ("fitted", "threshold", None, "threshold of None with unknown_label='none of these'"),
+        ("fitted", "threshold", True, r"fitted\.threshold"),
+        ("fitted", "extra", 1.0, "unknown field `extra`"),
+        ("fitted", "units", [[0.0, 1.0]], "cannot have the units"),
+        ("fitted", "units", [[0.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]], "cannot have the units"),
+        ("fitted", "units", [[0.0, 1.0], [float("nan"), 1.0], [0.0, 1.0], [0.0, 1.0]], "cannot have the units"),
+        ("fitted", "unknown_label", None, "with unknown_label=None"),
+        ("fitted", "unknown_label", 3, "give a string"),
+        ("fitted", "unknown_label", "red", "label of a class"),
+        ("fitted", "unknown_label", ["?"], r"fitted\.unknown_label"),
+        ("fitted", "head", {"name": "none"}, "head must be one of"),
+        ("fitted", "head", {"name": "mahalanobis", "scale": -1.0, "covariance": {}}, "scale must be positive"),
+        ("fitted", "settled", {"name": "auto", "settings": {"beta": 1.0}}, "missing 4 required"),
         ("parameters", "unknown_label", ["?"], r"parameters\.unknown_label"),
         ("parameters", "temperature", "hot", "temperature must be"),
         ("parameters", "false_rejection_rate", 2.0, "false_rejection_rate must"),
@@ -609,8 +601,8 @@ def test_nothing_is_left_out_where_nothing_is_asked_for() -> None:
             raise AssertionError("leaving out costs as much as two fits")
 
     features, labels, _ = make_task(3, [2, 2], 4)
-    looks = [Look(Unasked(), features)]
-    assert calibrate(looks, labels, temperature=2.0, false_rejection_rate=0.05, reject=False) == (2.0, None, None)
+    settings = {"temperature": 2.0, "false_rejection_rate": 0.05, "reject": False, "similarities": True}
+    assert calibrate(Unasked(), Features(features), labels, **settings) == (2.0, None)
 
 
 def test_the_command_line_rejects_and_keeps_probabilities_of_known_classes(model: SimpleCNAPS, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead, describe_head
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from tests.tiny import QUERY_LABELS, SUPPORT_LABELS, adapting_model, drawn
 
@@ -119,7 +119,7 @@ def test_what_was_fitted_is_saved_and_not_what_was_set_after(
     classifier.set_params(**changed).save(tmp_path / "a")
     loaded = SimpleCNAPSClassifier.load(tmp_path / "a", device="cpu")
     assert (loaded.decision_function(queries) == before).all()
-    assert (loaded.precision, loaded.adapt) == ("float32", True)
+    assert {name: loaded.get_params()[name] for name in changed} == changed  # in effect from the next fit
     assert (pickle.loads(pickle.dumps(classifier)).decision_function(queries) == before).all()
 
 
@@ -147,7 +147,7 @@ def test_weights_are_stored_as_float16_only_where_nothing_is_lost(
     assert sizes[1] < 0.52 * sizes[0]
 
 
-def test_a_head_that_no_file_can_name_is_refused(model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
+def test_a_head_that_no_file_can_describe_is_refused(model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
     classifier = SimpleCNAPSClassifier(model, head=LinearHead()).fit(support, SUPPORT_LABELS)
     with pytest.raises(ValueError, match=r"LinearHead object .* pickle"):
         classifier.save(tmp_path / "a")
@@ -205,43 +205,67 @@ def test_files_that_are_no_saved_classifier_are_refused(fitted: SimpleCNAPSClass
 # -------------------------------------------------------------------- earlier versions
 
 
-def as_version_1(path: Path) -> None:
-    """Rewrite a saved classifier as version 1 had it, after the description in saving.py."""
+def as_version_2(path: Path) -> None:
+    """Rewrite a saved classifier as version 2 had it."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    tensors = {}
-    for name, tensor in load_file(path).items():
-        if name.startswith("film."):  # film.layers.<layer>.<block>.bn<1 or 2>.<gamma or beta>
-            _, _, layer, block, norm, kind = name.split(".")
-            name = f"film.{layer}.{block}.{kind}{norm[-1]}"
-        tensors[name] = tensor
+    tensors = {name.replace("unadapted_", "frozen_"): tensor for name, tensor in load_file(path).items()}
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
         digest.update(tensors[name].numpy().tobytes())
-    header = {**json.loads(metadata["classifier"]), "version": 1, "digest": digest.hexdigest()}
-    head = header["parameters"]["head"]
-    if isinstance(head, dict):
-        covariance = head["covariance"]
-        head["covariance"] = [covariance[name] for name in ("beta", "task_covariance", "one_shot_covariance")]
+    header = {**json.loads(metadata["classifier"]), "version": 2, "digest": digest.hexdigest()}
+    fitted = header.pop("fitted")
+    header.pop("precision")
+    if isinstance(header["parameters"]["head"], dict):
+        assert header["parameters"]["head"].pop("name") == "mahalanobis"
+    header["parameters"]["refine"] = 0
+    header["calibration"] = {name: fitted[name] for name in ("temperature", "threshold", "units")}
+    header["means"] = fitted["settled"] and fitted["settled"]["settings"]
     save_file(tensors, path, {**metadata, "classifier": json.dumps(header)})
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"adapt": False, "unknown_label": "none"}, {"head": MahalanobisHead(RegularizedCovariance(2.0, False), 0.25)}],
-    ids=["adapted", "unadapted", "head object"],
+    [
+        {},
+        {"unknown_label": "none", "temperature": "auto"},
+        {"adapt": False, "unknown_label": "none"},
+        {"head": "mahalanobis"},
+        {"head": MahalanobisHead(RegularizedCovariance(2.0, False), 0.25)},
+    ],
+    ids=["adapted", "rejecting", "unadapted", "paper's head", "head object"],
 )
-def test_a_file_of_version_1_loads_and_answers_alike(
+def test_a_file_of_version_2_loads_and_answers_alike(
     arguments: dict[str, Any], model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
 ) -> None:
     classifier = SimpleCNAPSClassifier(model, precision="float32", **arguments).fit(support, SUPPORT_LABELS)
     path = tmp_path / "old.safetensors"
     classifier.save(path)
-    as_version_1(path)
-    with safe_open(path, "pt") as file:
-        assert ("film.3.1.beta2" in file.keys()) == classifier.adapt  # noqa: SIM118 (no mapping)
+    as_version_2(path)
     loaded = SimpleCNAPSClassifier.load(path, device="cpu")
     assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
     assert (loaded.predict(queries) == classifier.predict(queries)).all()
-    assert loaded.threshold_ == classifier.threshold_
+    assert (loaded.outlier_score(queries) == classifier.outlier_score(queries)).all()
+    assert (loaded.threshold_, loaded.temperature_) == (classifier.threshold_, classifier.temperature_)
+
+
+def test_saving_and_pickling_keep_the_same_state(model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:
+    """Both go through ``FittedHead.kept``."""
+    classifier = SimpleCNAPSClassifier(model, unknown_label="none", temperature="auto").fit(support, SUPPORT_LABELS)
+    classifier.save(tmp_path / "a")
+    loaded, unpickled = SimpleCNAPSClassifier.load(tmp_path / "a"), pickle.loads(pickle.dumps(classifier))
+    kept, same = (again.fitted_head_.kept() for again in (loaded, unpickled))
+    assert kept.keys() == same.keys()
+    for name, value in kept.items():
+        if name in ("head", "settled"):
+            assert describe_head(value) == describe_head(same[name])
+        elif name == "support":
+            assert all(map(torch.equal, value, same[name]))
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(value, same[name])
+        else:
+            assert np.array_equal(value, same[name])
+    assert loaded.task_.network.film is not None
+    for position, pair in loaded.task_.network.film.items():
+        assert all(map(torch.equal, pair, unpickled.task_.network.film[position]))

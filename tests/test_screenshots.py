@@ -24,7 +24,7 @@ PAGES = {
     "folders": "messy_folders.html",
     "research": "research.html",
     "table-1": "table_1.html",
-    "comparison": "comparison.html",
+    "methods": "which_method.html",
     "api": "api.html",
     "api-class": "generated/fewshot_mahalanobis.SimpleCNAPSClassifier.html",
     "gallery": "auto_examples/index.html",
@@ -34,8 +34,7 @@ PAGES = {
 
 #: Pages to look something up in, and the longest of the others, in pixels.
 REFERENCE = {
-    *("api", "changelog", "data", "genindex", "model_card", "py-modindex", "results", "speed", "trust"),
-    *("heads_measured", "methods_measured", "unknown_results"),
+    *("api", "changelog", "data", "genindex", "model_card", "py-modindex", "trust"),
 }
 LONGEST = 4_300
 

@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 from sklearn.exceptions import NotFittedError
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask
-from fewshot_mahalanobis.summary import Confusion, summarise
+from fewshot_mahalanobis.heads import AutoHead
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.summary import Confusion, summarise
 from tests.tiny import LABELS, pictures, tiny_classifier
 
 CLASSES = np.array(["cat", "dog", "owl"])
 
 
-@pytest.fixture(scope="module")
-def tiny_task() -> AdaptedTask:
-    return tiny_classifier().task_
+def fitted(features: torch.Tensor, labels: torch.Tensor) -> FittedHead:
+    return FittedHead.fit(AutoHead(), Features(features), labels, CLASSES[: int(labels.max()) + 1])
 
 
 def clusters(shots: list[int], spread: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,14 +33,14 @@ def clusters(shots: list[int], spread: float = 1.0, seed: int = 0) -> tuple[torc
     return means[labels] + torch.randn(len(labels), 512, generator=generator) * spread, labels
 
 
-def test_accuracy_and_confusions_are_those_of_refitting_without_each_image(tiny_task: AdaptedTask) -> None:
+def test_accuracy_and_confusions_are_those_of_refitting_without_each_image() -> None:
     features, labels = clusters([6, 1, 9], spread=8.0)
-    summary = summarise(tiny_task.refit(features, labels), CLASSES)
+    summary = summarise(fitted(features, labels))
     pairs: Counter[tuple[str, str]] = Counter()
     right = 0
     for i in (labels != 1).nonzero()[:, 0].tolist():  # the only image of a class cannot be left out
         rest = torch.arange(len(labels)) != i
-        predicted = int(tiny_task.refit(features[rest], labels[rest]).head_logits(features[i : i + 1]).argmax())
+        predicted = int(fitted(features[rest], labels[rest]).logits(features[i : i + 1]).argmax())
         right += predicted == labels[i]
         if predicted != labels[i]:
             pairs[CLASSES[labels[i]], CLASSES[predicted]] += 1
@@ -50,8 +51,8 @@ def test_accuracy_and_confusions_are_those_of_refitting_without_each_image(tiny_
     assert summary.counts == {"cat": 6, "dog": 1, "owl": 9}
 
 
-def test_a_clean_support_set_has_no_suspects(tiny_task: AdaptedTask) -> None:
-    summary = summarise(tiny_task.refit(*clusters([8, 8, 8])), CLASSES)
+def test_a_clean_support_set_has_no_suspects() -> None:
+    summary = summarise(fitted(*clusters([8, 8, 8])))
     assert summary.accuracy == 1.0
     assert (summary.confusions, summary.suspects) == ([], [])
     assert str(summary).splitlines() == [
@@ -59,10 +60,10 @@ def test_a_clean_support_set_has_no_suspects(tiny_task: AdaptedTask) -> None:
     ]  # fmt: skip
 
 
-def test_a_wrong_label_is_found_with_the_right_one(tiny_task: AdaptedTask) -> None:
+def test_a_wrong_label_is_found_with_the_right_one() -> None:
     features, labels = clusters([8, 8, 8])
     labels[3] = 2
-    summary = summarise(tiny_task.refit(features, labels), CLASSES)
+    summary = summarise(fitted(features, labels))
     (suspect,) = [found for found in summary.suspects if found.kind == "wrong label"]
     assert (suspect.index, suspect.label, suspect.predicted) == (3, "owl", "cat")
     assert suspect.odds is not None
@@ -73,47 +74,47 @@ def test_a_wrong_label_is_found_with_the_right_one(tiny_task: AdaptedTask) -> No
     assert "a/3.png (owl)" in summary.describe([f"a/{i}.png" for i in range(24)])
 
 
-def test_two_copies_are_one_suspect_and_an_odd_image_another(tiny_task: AdaptedTask) -> None:
+def test_two_copies_are_one_suspect_and_an_odd_image_another() -> None:
     features, labels = clusters([8, 8, 8])
     features[5] = features[2] + 0.01
     features[20] += 60 * torch.nn.functional.normalize(torch.ones(512), dim=0)
-    suspects = summarise(tiny_task.refit(features, labels), CLASSES).suspects
+    suspects = summarise(fitted(features, labels)).suspects
     assert [(s.index, s.kind, s.twin) for s in suspects if s.kind == "near-duplicate"] == [(2, "near-duplicate", 5)]
     assert [s.index for s in suspects if s.kind == "outlier"] == [20]
-    text = str(summarise(tiny_task.refit(features, labels), CLASSES))
+    text = str(summarise(fitted(features, labels)))
     assert "image 2 (cat): almost the same picture as image 5" in text
     assert "image 20 (owl): unlike the other images of its class" in text
 
 
 @pytest.mark.parametrize("copied", [8, 12])
-def test_copies_are_found_though_most_images_have_two(tiny_task: AdaptedTask, copied: int) -> None:
+def test_copies_are_found_though_most_images_have_two(copied: int) -> None:
     features, labels = clusters([6, 6])
     again = torch.arange(12)[:copied].repeat(2)
     rounded = features[again] * (1 + 1e-6)  # as in a batch of another size
-    task = tiny_task.refit(torch.cat([features, rounded]), torch.cat([labels, labels[again]]))
-    suspects = [s for s in summarise(task, CLASSES[:2]).suspects if s.kind == "near-duplicate"]
+    task = fitted(torch.cat([features, rounded]), torch.cat([labels, labels[again]]))
+    suspects = [s for s in summarise(task).suspects if s.kind == "near-duplicate"]
     assert {s.index for s in suspects} | {s.twin for s in suspects} == {*range(copied), *range(12, 12 + 2 * copied)}
 
 
-def test_a_long_list_is_cut_in_the_text_alone(tiny_task: AdaptedTask) -> None:
+def test_a_long_list_is_cut_in_the_text_alone() -> None:
     features, labels = clusters([30, 30])
     features[30:45] = features[:15]
-    summary = summarise(tiny_task.refit(features, labels), CLASSES[:2])
+    summary = summarise(fitted(features, labels))
     assert len([s for s in summary.suspects if s.kind == "near-duplicate"]) == 15
     assert str(summary).count("almost the same picture") == 10
     assert "  and 5 more" in str(summary)
 
 
-def test_single_images_have_no_accuracy(tiny_task: AdaptedTask) -> None:
-    summary = summarise(tiny_task.refit(*clusters([1, 1, 1])), CLASSES)
+def test_single_images_have_no_accuracy() -> None:
+    summary = summarise(fitted(*clusters([1, 1, 1])))
     assert math.isnan(summary.accuracy)
     assert summary.suspects == []
     assert "not measured, as every class has one image" in str(summary)
 
 
-def test_classes_of_very_different_size_are_named(tiny_task: AdaptedTask) -> None:
-    assert "Very different" not in str(summarise(tiny_task.refit(*clusters([4, 8, 16])), CLASSES))
-    text = str(summarise(tiny_task.refit(*clusters([2, 8, 40])), CLASSES))
+def test_classes_of_very_different_size_are_named() -> None:
+    assert "Very different" not in str(summarise(fitted(*clusters([4, 8, 16]))))
+    text = str(summarise(fitted(*clusters([2, 8, 40]))))
     assert "Very different sizes: 'cat' has 2, 'owl' 40." in text
 
 

@@ -74,9 +74,8 @@ SESSION: dict[str, tuple[int, list[str]]] = {
     "predict motifs.safetensors films": (1, ["folder 'films' holds no image. Left out: 2 MP4 files."]),
     "sort motifs.safetensors new foreign -o sorted": (
         0,
-        ["16 images sorted (flower 2, pagoda 2, trees 2, unsure 10), table sorted/sorted.csv"],
+        ["16 images sorted (flower 2, pagoda 2, trees 2, unsure 10)"],
     ),
-    "unsort sorted": (0, ["sorted: undone"]),
 }
 
 

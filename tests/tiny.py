@@ -19,6 +19,7 @@ class TinyExtractor(nn.Module):
 
     out_features = 512
     film_positions: ClassVar[dict[str, int]] = {}
+    bfloat16_measured = False
     largest_batch = 10**9
 
     def __init__(self) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -15,10 +18,59 @@ from fewshot_mahalanobis.baselines import METHODS
 from fewshot_mahalanobis.baselines.gidaris import Gidaris
 from fewshot_mahalanobis.baselines.maml import MAML
 from fewshot_mahalanobis.baselines.method import Fitted, Method
+from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.checkpoints.folder import WEIGHTS, check_finite, read_config, read_tensors, write_folder
 from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
+from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+
+
+class BaselineSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """``Baseline.config``."""
+
+    head: str
+    image_size: int
+    base_classes: int
+
+
+def checked_baseline_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return ``config`` if it has every setting of a baseline, each of its type, and no more; or CheckpointError."""
+    try:
+        return msgspec.structs.asdict(msgspec.convert(config, BaselineSettings))
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+
+
+def save_baseline(baseline: Baseline, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+    """Write a trained method with its card; the arguments are those of ``checkpoints.folder.write_folder``."""
+    settings = checked_baseline_settings(baseline.config, "baseline.config")
+    write_folder(folder, settings, baseline.state_dict(), dtype=dtype, card=baseline.card)
+
+
+def read_baseline(folder: Path) -> Baseline:
+    """Read a method that ``meta-train --method`` trained.
+
+    Raises
+    ------
+    CheckpointError
+        A file is missing, malformed or not a trained method's.
+    """
+    settings = checked_baseline_settings(read_config(folder), str(folder))
+    try:
+        with torch.device("meta"):
+            baseline = Baseline(**settings)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    expected = baseline.state_dict()
+    weights = read_tensors(folder / WEIGHTS, expected)
+    check_finite(folder / WEIGHTS, weights)
+    baseline.load_state_dict({name: weight.to(expected[name].dtype) for name, weight in weights.items()}, assign=True)
+    baseline.eval()
+    return baseline
 
 
 class Baseline(SimpleCNAPS):
@@ -71,10 +123,12 @@ class Baseline(SimpleCNAPS):
     def see_classes(self, sources: Sequence[ImageSource], images: int = 5) -> None:
         """Give "gidaris" the mean unit features of all classes of the training sources, from a few images each."""
         if isinstance(self.head, Gidaris):
-            task, means = self.with_film(None), []
+            network, means = self.with_film(), []
             for source in sources:
                 for indices in source.indices_of_class():
-                    means.append(F.normalize(task.features(source.network_input(indices[:images])), dim=1).mean(dim=0))
+                    means.append(
+                        F.normalize(network.features(source.network_input(indices[:images])), dim=1).mean(dim=0)
+                    )
             self.head.imprint(F.normalize(torch.stack(means), dim=1))
             self.config["base_classes"] = len(means)
 
@@ -114,7 +168,20 @@ class Baseline(SimpleCNAPS):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             weights, layer = self.head.adapt(network, images, labels, self.head.steps)
         network.load_state_dict(weights, strict=False)
-        task = AdaptedTask(network, None, self.head, dtype, projection=None, device=self.device)
-        task.support_features, task.support_labels = task.features(images, batch_size), labels
-        task._state = Fitted(network.out_features, layer)
-        return task
+        adapted = AdaptedNetwork(network, None, dtype, projection=None, device=self.device)
+        head = _TrainedLayer(self.head, Fitted(network.out_features, layer))
+        return AdaptedTask(adapted, FittedHead.fit(head, Features(adapted.features(images, batch_size)), labels))
+
+
+class _TrainedLayer(Head[Any]):
+    """The layer that gradient steps have trained together with the network."""
+
+    def __init__(self, method: Head[Any], state: Any) -> None:
+        super().__init__()
+        self.method, self.state = method, state
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> Any:
+        return self.state
+
+    def logits(self, state: Any, query_features: Tensor) -> Tensor:
+        return self.method.logits(state, query_features)

@@ -1,11 +1,12 @@
-"""Checkpoints: their format, the table of named ones, and where the others come from.
+"""Checkpoints: their format, the catalogue of named ones, and how they are loaded.
 
-:mod:`~fewshot_mahalanobis.checkpoints.loading` joins these with the model; nothing else here knows a network.
+:func:`~fewshot_mahalanobis.load_checkpoint` in :mod:`~fewshot_mahalanobis.checkpoints.load` is the one door. It stands
+above the networks, which know no file.
 """
 
+from fewshot_mahalanobis.checkpoints.catalogue import CheckpointRecord, available_checkpoints
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError, DownloadError, UploadError
-from fewshot_mahalanobis.checkpoints.format import read_checkpoint, save_checkpoint
-from fewshot_mahalanobis.checkpoints.table import CheckpointRecord, available_checkpoints
+from fewshot_mahalanobis.checkpoints.folder import save_checkpoint
 
 __all__ = [
     "CheckpointError",
@@ -13,6 +14,5 @@ __all__ = [
     "DownloadError",
     "UploadError",
     "available_checkpoints",
-    "read_checkpoint",
     "save_checkpoint",
 ]

@@ -15,9 +15,9 @@ from fewshot_mahalanobis.files import atomic_replace
 #: Environment variable: a folder that holds published files, by their base names, for use without a network.
 LOCAL_COPIES_VARIABLE = "FEWSHOT_MAHALANOBIS_CHECKPOINTS"
 
-#: Seconds to connect, and seconds without a byte before a stalled server is given up.
+#: Seconds to connect, and seconds without a byte after which the server counts as stalled.
 TIMEOUT = (10.0, 30.0)
-#: Times that a transfer which breaks off, having got further than before, is taken up where it broke.
+#: How often a transfer that breaks off is resumed, as long as it gets further each time.
 _RESUMPTIONS = 10
 #: GitHub takes no git blob above 100 MiB, so a longer answer is not one of the published files.
 LARGEST_FILE = 100 * 2**20
@@ -36,20 +36,33 @@ def blob_id(path: Path) -> str:
 def download(url: str, destination: Path, expected_blob_id: str) -> None:
     """Download one file to ``destination``, verified before it gets its name.
 
-    A transfer that breaks off is taken up where it broke, if the server can do that. The folder must exist;
-    ``expected_blob_id`` is that of :func:`blob_id`. DownloadError if there is no connection, the server answers with an
-    error or stalls, the transfer breaks, or the bytes are not those expected: ``destination`` is unchanged then.
-    OSError if it cannot be written.
+    A transfer that breaks off is resumed where it broke, if the server supports that.
+
+    Parameters
+    ----------
+    url : str
+    destination : Path
+        In an existing folder.
+    expected_blob_id : str
+        Digest of the file, as :func:`blob_id` computes it.
+
+    Raises
+    ------
+    DownloadError
+        There is no connection, the server answers with an error or stalls, the transfer breaks, or the bytes are not
+        those expected. ``destination`` is unchanged.
+    OSError
+        ``destination`` cannot be written.
     """
     with atomic_replace(destination) as temporary:
         content_type = _stream(url, temporary, destination)
-        found = blob_id(temporary)
-        if found != expected_blob_id:
+        digest = blob_id(temporary)
+        if digest != expected_blob_id:
             raise _failure(
                 url,
                 destination,
                 f"the server's {temporary.stat().st_size} bytes ({content_type}) are not the published file: "
-                f"git blob id {found}, expected {expected_blob_id}",
+                f"git blob id {digest}, expected {expected_blob_id}",
             )
 
 

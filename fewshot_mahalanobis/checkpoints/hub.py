@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from torch import nn
 
 from fewshot_mahalanobis.checkpoints.errors import DownloadError, UploadError
-from fewshot_mahalanobis.checkpoints.format import CARD, CLASSIFIER, CONFIG, WEIGHTS, Model, read_checkpoint
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
+from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER, CONFIG, WEIGHTS
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -23,50 +21,33 @@ def hub_name(name: str) -> tuple[str, str | None] | None:
     return None if match is None or ".." in name else (match["repo"], match["revision"])
 
 
-def hub_checkpoint(repo_id: str, revision: str | None = None, **download: Any) -> Path:
-    """Download a checkpoint into ``huggingface_hub``'s own cache; returns the folder, for :func:`read_checkpoint`.
+def hub_checkpoint(repo_id: str, revision: str | None = None, **options: Any) -> Path:
+    """Download a checkpoint into ``huggingface_hub``'s own cache and return its folder.
 
-    ``repo_id`` is "user/repo" or "user/repo@revision"; ``download`` are other arguments of
-    :func:`huggingface_hub.snapshot_download`. Without a connection, a snapshot of that revision in the cache serves.
-    DownloadError if there is no such repository or revision, no permission, or no connection and nothing in the cache.
+    Parameters
+    ----------
+    repo_id : str
+        "user/repo".
+    revision : str, optional
+        Branch, tag or commit.
+    **options
+        Other arguments of :func:`huggingface_hub.snapshot_download`. Without a connection, a snapshot of that revision
+        in the cache serves.
+
+    Raises
+    ------
+    DownloadError
+        There is no such repository or revision, no permission, or no connection and nothing in the cache.
     """
-    return _snapshot(repo_id, revision, [CONFIG, WEIGHTS, CARD], **download)
+    return _snapshot(repo_id, revision, [CONFIG, WEIGHTS, CARD], **options)
 
 
-def load_pretrained(
-    model_class: type[Model],
-    name_or_path: str | Path,
-    backbone: nn.Module | None,
-    settings: Mapping[str, Any],
-    **download: Any,
-) -> Model:
-    """Read a checkpoint from a folder or from the Hub; see :meth:`SimpleCNAPS.from_pretrained`.
-
-    ``settings`` are arguments of the model that the checkpoint must have, ``download`` those of :func:`hub_checkpoint`.
-    """
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        if str(folder) in CHECKPOINTS:
-            raise ValueError(f"{name_or_path!r} is no Hub repository: use load_checkpoint({name_or_path!r})")
-        folder = hub_checkpoint(str(name_or_path), **download)
-    model = read_checkpoint(folder, model_class, backbone)
-    for name, value in settings.items():
-        if name not in model.config:
-            raise TypeError(f"from_pretrained has no argument {name!r}, nor has a checkpoint such a setting")
-        if value != model.config[name]:
-            raise ValueError(f"{name_or_path} has {name}={model.config[name]!r}; it cannot be loaded with {value!r}")
-    return model
-
-
-def _snapshot(repo_id: str, revision: str | None, files: Sequence[str], **download: Any) -> Path:
-    named = hub_name(repo_id)
-    if named is not None and revision is None:
-        repo_id, revision = named
+def _snapshot(repo_id: str, revision: str | None, files: Sequence[str], **options: Any) -> Path:
     try:
-        folder = huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(files), **download)
+        folder = huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(files), **options)
     except Exception as error:  # the client lets its transport's errors through, and the transport varies
         at = "" if revision is None else f" at revision {revision!r}"
-        cache = download.get("cache_dir") or huggingface_hub.constants.HF_HUB_CACHE
+        cache = options.get("cache_dir") or huggingface_hub.constants.HF_HUB_CACHE
         raise DownloadError(
             f"could not download {repo_id!r}{at} from {huggingface_hub.constants.ENDPOINT} to {cache}: {error}. Check "
             "the name and the connection (a private repository needs `hf auth login`), or give the path of a copy"
@@ -75,16 +56,17 @@ def _snapshot(repo_id: str, revision: str | None, files: Sequence[str], **downlo
 
 
 def hub_classifier(repo_id: str, *, token: str | bool | None = None) -> Path:
-    """Download a fitted classifier ("user/repo" or "user/repo@revision"); returns the file.
+    """Download a fitted classifier ("user/repo" or "user/repo@revision") and return the file.
 
     DownloadError as for :func:`hub_checkpoint`, or if the repository holds no fitted classifier.
     """
-    folder = _snapshot(repo_id, None, [CLASSIFIER, CARD], token=token)
+    repository, revision = hub_name(repo_id) or (repo_id, None)
+    folder = _snapshot(repository, revision, [CLASSIFIER, CARD], token=token)
     return classifier_file(folder, repo_id)
 
 
 def classifier_file(folder: Path, name: str) -> Path:
-    """Where the fitted classifier in ``folder`` is; DownloadError if there is none."""
+    """Return the file of the fitted classifier in ``folder``; DownloadError if there is none."""
     if not (folder / CLASSIFIER).is_file():
         raise DownloadError(
             f"{name!r} holds no fitted classifier, which would be the file {CLASSIFIER}. If it is a checkpoint, "
@@ -94,10 +76,10 @@ def classifier_file(folder: Path, name: str) -> Path:
 
 
 def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | bool | None, message: str) -> str:
-    """Push the files of ``folder`` to a repository in one commit; returns the address of the commit.
+    """Push the files of ``folder`` to a repository in one commit and return the address of the commit.
 
-    The repository is made if it is absent. UploadError without permission or connection, or for a name that no
-    repository can have. Nothing was committed then.
+    The repository is created if it does not exist. UploadError without permission or connection, or if ``repo_id`` is
+    not a valid name; nothing is committed then.
     """
     try:
         api = huggingface_hub.HfApi(token=token)

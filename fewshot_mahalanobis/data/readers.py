@@ -1,6 +1,6 @@
-"""Readers decode images on demand, for sources that do not fit into memory.
+"""Readers open the images of a source on demand, for sources that do not fit into memory.
 
-A reader opens image ``i`` of a list; :class:`LazyImages` gives it the interface of a uint8 array. Pickled readers hold
+A reader opens image ``i`` of a list. :class:`LazyImages` gives it the interface of a uint8 array. Pickled readers hold
 no open files: each process opens its own.
 """
 
@@ -10,7 +10,6 @@ import io
 import os
 import zipfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +19,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from fewshot_mahalanobis.formats import open_image
-from fewshot_mahalanobis.images import MAX_PIXELS, check_header, to_square_array
+from fewshot_mahalanobis.images import MAX_PIXELS, check_header, decode_batches, to_square_array
 
 #: Maximum size of a zip member in bytes: the largest accepted image, uncompressed (178,956,970 pixels x 3).
 _MAX_MEMBER_SIZE = 2**29
+#: Images that are decoded before they are copied into one array, to bound memory.
+_BATCH = 256
 
 
 class Reader(Protocol):
@@ -42,8 +43,8 @@ class Reader(Protocol):
 class LazyImages:
     """Images of a reader, resized to squares, with the interface of a uint8 array (n, size, size, 3).
 
-    Nothing is cached: every access decodes, a batch in ``workers`` threads. The index is an int, a slice, or an array
-    of ints or bools.
+    Nothing is cached: every access decodes, several images in ``workers`` threads. The index is an int, a slice, or an
+    array of ints or bools.
     """
 
     def __init__(self, reader: Reader, size: int, workers: int = 1) -> None:
@@ -60,28 +61,26 @@ class LazyImages:
         return len(self), self.size, self.size, 3
 
     def __getitem__(self, index: Any) -> NDArray[np.uint8]:
-        """Decoded images.
+        """Decode images.
 
         Raises
         ------
         ValueError
-            An image cannot be read; the message names it.
+            An image cannot be read. The message names it.
         """
         if isinstance(index, int | np.integer):
             return self._decode(int(index))
         if isinstance(index, slice):
-            wanted: Sequence[int] = range(*index.indices(len(self)))
+            indices: Sequence[int] = range(*index.indices(len(self)))
         else:
             index = np.asarray(index)
-            wanted = (np.flatnonzero(index) if index.dtype == bool else index).tolist()
-        decoded = np.empty((len(wanted), self.size, self.size, 3), np.uint8)
-        if self.workers < 2 or len(wanted) < 2:
-            for place, image in enumerate(wanted):
-                decoded[place] = self._decode(image)
-            return decoded
-        with ThreadPoolExecutor(self.workers) as pool:
-            for place, array in enumerate(pool.map(self._decode, wanted)):
-                decoded[place] = array
+            indices = (np.flatnonzero(index) if index.dtype == bool else index).tolist()
+        decoded = np.empty((len(indices), self.size, self.size, 3), np.uint8)
+        batches = [indices[start : start + _BATCH] for start in range(0, len(indices), _BATCH)]
+        start = 0
+        for images in decode_batches(self._decode, batches, threads=min(self.workers, len(indices))):
+            decoded[start : start + len(images)] = images
+            start += len(images)
         return decoded
 
     def _decode(self, index: int) -> NDArray[np.uint8]:
@@ -104,7 +103,7 @@ class ImageFiles:
     ----------
     root : Path
     names : bytes array of shape (n,)
-        Paths relative to ``root``: one array, because every worker process would copy a million path objects.
+        Paths relative to ``root``. They are one array because every worker process would copy a million path objects.
     boxes : int32 array of shape (n, 4), optional
         Crop of each image: left, top, right and bottom, in pixels.
     negative : bool
@@ -120,7 +119,7 @@ class ImageFiles:
     def of(
         cls, root: Path, names: Sequence[str], boxes: Sequence[Sequence[int]] | None = None, negative: bool = False
     ) -> ImageFiles:
-        """Make a reader from lists."""
+        """A reader made of lists."""
         return cls(
             root,
             np.array([os.fsencode(name) for name in names], dtype=np.bytes_),
@@ -224,10 +223,10 @@ class Bitmaps:
 
     def __call__(self, index: int) -> Image.Image:
         """Image ``index``, decoded."""
-        which, row = self._place(index)
-        if which not in self._mapped:
-            self._mapped[which] = np.load(self.paths[which], mmap_mode="r", allow_pickle=False)
-        bitmap = self._mapped[which][row]
+        file, row = self._place(index)
+        if file not in self._mapped:
+            self._mapped[file] = np.load(self.paths[file], mmap_mode="r", allow_pickle=False)
+        bitmap = self._mapped[file][row]
         if bitmap.dtype == bool:
             bitmap = bitmap * np.uint8(255)
         side = round(bitmap.size**0.5)
@@ -235,12 +234,13 @@ class Bitmaps:
 
     def describe(self, index: int) -> str:
         """Location of image ``index``, for messages."""
-        which, row = self._place(index)
-        return f"row {row} of {self.paths[which]}"
+        file, row = self._place(index)
+        return f"row {row} of {self.paths[file]}"
 
     def _place(self, index: int) -> tuple[int, int]:
-        which = int(np.searchsorted(self.ends, index, side="right"))
-        return which, index - (int(self.ends[which - 1]) if which else 0)
+        """File and row of an image."""
+        file = int(np.searchsorted(self.ends, index, side="right"))
+        return file, index - (int(self.ends[file - 1]) if file else 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": {}}

@@ -18,7 +18,6 @@ from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.devices import choose_dtype
 from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.evaluation.result import Scores
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import HEADS, Head, make_head
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
@@ -63,7 +62,7 @@ class UnadaptedFeatures:
     def __init__(
         self, model: SimpleCNAPS, source: ImageSource, *, dtype: torch.dtype = torch.float32, batch_size: int = 128
     ) -> None:
-        self._task = model.with_film(None, dtype=dtype)
+        self._network = model.with_film(None, dtype)
         self._source = source
         self._batch_size = batch_size
         n = len(source.images)
@@ -76,7 +75,7 @@ class UnadaptedFeatures:
         missing = np.unique(indices[~self._known[indices]])
         for start in range(0, len(missing), self._batch_size):
             batch = missing[start : start + self._batch_size]
-            features = self._task.features(self._source.network_input(batch), self._batch_size)
+            features = self._network.unprojected_features(self._source.network_input(batch), self._batch_size)
             self._features[batch] = features.cpu().numpy()
             self._known[batch] = True
         return torch.from_numpy(np.array(self._features[indices]))
@@ -96,16 +95,9 @@ def head_of(model: SimpleCNAPS, variant: Variant) -> Head[Any]:
         raise ValueError(f"the head {variant.head!r} has no task covariance to leave out")
     if variant.head == "mahalanobis" and variant.adapt and variant.task_covariance and model.is_transductive:
         return model.episode_head
-    if variant.head == "mahalanobis":
-        config = model.config
-        task_covariance = config["task_covariance"] and variant.task_covariance
-        covariance = RegularizedCovariance(config["beta"], task_covariance, config["one_shot_covariance"])
-        return make_head(variant.head, covariance=covariance, scale=config["scale"])
-    if variant.head == model.config["head"]:
-        return model.head
-    if variant.head == "linear":
-        raise ValueError(f"the checkpoint has no trained linear head, its head is {model.config['head']!r}")
-    return make_head(variant.head)
+    if variant.head == "mahalanobis" and not variant.task_covariance:
+        return make_head(variant.head, {**model.config, "task_covariance": False})
+    return model.head_named(variant.head)
 
 
 def evaluate_source(
@@ -205,12 +197,15 @@ def evaluate_episodes(
             seen: dict[str, Any] = {"query_images": query_images} if model.is_transductive else {}
             images = source.network_input(episode.support)
             task = model.adapt(images, labels, dtype=dtype, batch_size=batch_size, **seen)
-            features[True] = task.support_features, task.features(query_images, batch_size)
+            support_features, query_features = (
+                task.network.unprojected_features(x, batch_size) for x in (images, query_images)
+            )
+            features[True] = support_features, query_features
         for variant in variants:
             support_features, query_features = (f.to(model.device) for f in features[variant.adapt])
             with torch.no_grad():
                 if variant.adapt and task is not None and isinstance(model, Baseline):
-                    logits = task.head_logits(query_features)  # gradient steps have moved the head too
+                    logits = task.fitted_head.logits(query_features)  # gradient steps have moved the head too
                 else:
                     if model.projection is not None and variant.projection:
                         support_features, query_features = map(model.projection, (support_features, query_features))

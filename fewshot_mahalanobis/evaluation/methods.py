@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fewshot_mahalanobis.baselines import METHODS
-from fewshot_mahalanobis.baselines.model import Baseline
-from fewshot_mahalanobis.checkpoints.format import read_checkpoint
+from fewshot_mahalanobis.baselines.model import Baseline, read_baseline
 from fewshot_mahalanobis.evaluation.accuracy import Variant
 
 
@@ -28,7 +27,7 @@ def open_methods(methods: Sequence[str]) -> tuple[dict[str, Variant], dict[str, 
                 f"{method} needs training: `meta-train --method {method} -o RUN`, then `--method RUN/best`"
             )
         if kind is None:
-            baseline = read_checkpoint(Path(method), Baseline)
+            baseline = read_baseline(Path(method))
             title = baseline.head.title
             twice = title in trained
             trained[title] = baseline

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from fewshot_mahalanobis.checkpoints.table import DEFAULT
+from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
 from fewshot_mahalanobis.evaluation.accuracy import Variant
 from fewshot_mahalanobis.evaluation.averages import data_set_of
 from fewshot_mahalanobis.evaluation.result import Row

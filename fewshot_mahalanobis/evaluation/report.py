@@ -14,7 +14,7 @@ import torch
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.baselines import METHODS
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.devices import choose_device, choose_dtype, precision_name

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.choose import choose_settings
+from fewshot_mahalanobis.gaussians.choose import choose_beta
 from fewshot_mahalanobis.gaussians.inputs import (
     check_features,
     check_support,
@@ -51,16 +51,16 @@ class RegularizedCovariance(nn.Module):
     beta : float or "auto"
         Weight of the identity, > 0, in squared feature units. The default suits the features that the Simple CNAPS
         checkpoints were trained to have; "auto" chooses it on each support set by leave-one-out, for features of any
-        scale (:func:`~fewshot_mahalanobis.gaussians.choose.choose_settings`).
+        scale (:func:`~fewshot_mahalanobis.gaussians.choose.choose_beta`).
     task_covariance : bool
         False leaves S out, Q_k = Sigma_k + beta I: the ablation "-TR" (lambda_k = 1) of the paper.
     one_shot_covariance : {"zero", "published"}
         Sigma_k of a class with one example: zero as in the paper, or the published implementation's, which its weights
         expect: the variance c of the d entries of that feature vector (d - 1), in every entry of Sigma_k.
-    shared : {"task", "within", "auto"}
+    shared : {"task", "within"}
         S: "task", the covariance of all support features (the paper), or "within", the covariance pooled within classes
         with divisor n - k, which is zero if every class has one example.
-    prior_shots : float or "auto"
+    prior_shots : float
         nu >= 0: how many shots S is worth. 1 is the paper's; ``math.inf`` gives every class S + beta I, as linear
         discriminant analysis does.
 
@@ -80,7 +80,7 @@ class RegularizedCovariance(nn.Module):
         task_covariance: bool = True,
         one_shot_covariance: str = "zero",
         shared: str = "task",
-        prior_shots: float | str = 1.0,
+        prior_shots: float = 1.0,
     ) -> None:
         super().__init__()
         self.settings = CovarianceSettings(beta, task_covariance, one_shot_covariance, shared, prior_shots)
@@ -113,11 +113,11 @@ class RegularizedCovariance(nn.Module):
         """
         counts = check_support(features, labels)
         with full_precision(features):
-            return ClassGaussians(features, labels, counts, choose_settings(self.settings, features, labels))
+            return ClassGaussians(features, labels, counts, choose_beta(self.settings, features, labels))
 
     def with_chosen_settings(self, features: Tensor, labels: Tensor) -> RegularizedCovariance:
-        """Replace every "auto" by what is chosen on the support set, features (n, d) and labels (n,)."""
-        return self.of(choose_settings(self.settings, features, labels)) if self.settings.to_choose else self
+        """Return the module with a beta of "auto" replaced by the one chosen on the support set (n, d), (n,)."""
+        return self.of(choose_beta(self.settings, features, labels)) if self.settings.beta == "auto" else self
 
     def extra_repr(self) -> str:
         """Name the settings in ``repr``; those beyond the paper where they are not the paper's."""
@@ -139,7 +139,7 @@ class ClassGaussians:
     counts : int64 Tensor of shape (k,)
         Support examples n_k.
     settings : CovarianceSettings
-        None of them "auto".
+        Beta is a number.
     """
 
     def __init__(self, features: Tensor, labels: Tensor, counts: Tensor, settings: CovarianceSettings) -> None:

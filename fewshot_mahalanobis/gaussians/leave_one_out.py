@@ -50,7 +50,7 @@ def leave_one_out_distance(settings: CovarianceSettings, features: Tensor, label
     Parameters
     ----------
     settings : CovarianceSettings
-        None of them "auto".
+        Beta is a number.
     features : Tensor of shape (n, d)
         As for :class:`~fewshot_mahalanobis.RegularizedCovariance`.
     labels : int64 Tensor of shape (n,)

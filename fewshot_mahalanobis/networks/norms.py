@@ -1,4 +1,4 @@
-"""Where FiLM can go in a network: its normalisation layers, in the order of their calls.
+"""The normalisation layers of a network, which FiLM can follow, in the order of their calls.
 
 BatchNorm, LayerNorm and GroupNorm end in a scale and a shift, so FiLM behind one of them is the same layer with another
 scale and shift.
@@ -32,7 +32,7 @@ class NormCalls(NamedTuple):
 
 
 def affine_norms(network: nn.Module) -> dict[str, int]:
-    """Normalisation layers with a scale and a shift -> their numbers of feature maps."""
+    """Names of the normalisation layers with a scale and a shift -> their numbers of feature maps."""
     kinds = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
     norms = {name: module for name, module in network.named_modules() if isinstance(module, kinds)}
     affine = {n: m.weight for n, m in norms.items() if isinstance(m.weight, Tensor) and isinstance(m.bias, Tensor)}
@@ -40,7 +40,7 @@ def affine_norms(network: nn.Module) -> dict[str, int]:
 
 
 def trace_norms(network: nn.Module, run: Callable[[], Any]) -> NormCalls:
-    """Watch the convolutions and normalisation layers of ``network`` while ``run()`` calls it."""
+    """Record the calls of convolutions and normalisation layers of ``network`` while ``run()`` calls it."""
     modules = dict(network.named_modules())
     norms = affine_norms(network)
     calls: list[str] = []
@@ -95,11 +95,11 @@ def _can_be_folded(norm: nn.Module) -> bool:
 
 
 def default_positions(calls: NormCalls) -> list[str]:
-    """Where FiLM goes by rule.
+    """Choose the positions of FiLM by rule.
 
-    In a convolutional network: the first norm, those behind convolutions larger than 1 x 1, the last one. For inverted
-    bottlenecks these are the stem's norm, each block's depthwise one and the head's (Bronskill et al., NeurIPS 2021).
-    Where few norms follow such a convolution, as in a transformer: every norm.
+    In a convolutional network they are the first norm, those behind convolutions larger than 1 x 1, and the last one.
+    For inverted bottlenecks these are the stem's norm, each block's depthwise one and the head's (Bronskill et al.,
+    NeurIPS 2021). If few norms follow such a convolution, as in a transformer, every norm is chosen.
     """
     if 4 * len(calls.after_spatial) < len(calls.affine):
         return calls.affine

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.networks.film import Film, FoldedConv, film_batch_norm
+from fewshot_mahalanobis.networks.film import Film, film_batch_norm
+from fewshot_mahalanobis.networks.folding import FoldedConv
 
 #: Feature maps of the four residual layers.
 LAYER_WIDTHS = (64, 128, 256, 512)
@@ -54,6 +55,7 @@ class FilmResNet18(nn.Module):
     """
 
     out_features = LAYER_WIDTHS[-1]
+    bfloat16_measured = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,12 +75,12 @@ class FilmResNet18(nn.Module):
 
     @property
     def blocks(self) -> list[list[FilmBlock]]:
-        """``layers`` as what they are: residual block ``[layer][number]``."""
+        """Residual blocks, ``blocks[layer][number]``: ``layers`` with its type."""
         return cast("list[list[FilmBlock]]", self.layers)
 
     @property
     def film_positions(self) -> dict[str, int]:
-        """The BatchNorms that FiLM follows, by name, and their numbers of feature maps."""
+        """Names of the BatchNorms that FiLM follows -> their numbers of feature maps."""
         return {
             f"layers.{index}.{number}.bn{norm}": channels
             for index, channels in enumerate(LAYER_WIDTHS)
@@ -104,7 +106,7 @@ class FilmResNet18(nn.Module):
         images : Tensor of shape (n, 3, h, w)
             In [-1, 1].
         film : Film, optional
-            From a FiLM generator; without it the network is not adapted.
+            FiLM parameters of a generator. By default the network is not adapted.
 
         Returns
         -------
@@ -114,17 +116,16 @@ class FilmResNet18(nn.Module):
         return self.maps(images, film).float().mean(dim=(2, 3))
 
     def maps(self, images: Tensor, film: Film | None = None) -> Tensor:
-        """Images (n, 3, h, w) -> the last maps (n, 512, h', w'), of which the features are the mean."""
+        """Images (n, 3, h, w) -> the last maps (n, 512, h', w'); their mean is the feature vector."""
         x = self.stem(images)
         for index in range(len(self.layers)):
             x = self.layer(index, x, film)
         return x
 
     def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> FoldedResNet18:
-        """The network for inference, with BatchNorm and FiLM absorbed into its convolutions.
+        """Return a network for inference, with BatchNorm and FiLM absorbed into its convolutions.
 
-        Adaptation is constant within a task, so an adapted network costs what a plain one does. Its weights are
-        channels_last, in ``dtype`` if that is given.
+        Its weights are channels_last and in ``dtype``, by default that of this network.
         """
         return FoldedResNet18(self, film, dtype).eval()
 

@@ -5,12 +5,12 @@ images (Bateni et al., CVPR 2020, figure "Set encoders", a). The mean makes it b
 support set. BatchNorm normalises with the statistics of the support set itself, at test time too, so
 every image takes part in every statistic: a set is encoded layer by layer, not image by image.
 
-Within a layer, images pass in chunks, which bounds memory. BatchNorm and ReLU do not decrease where gamma >= 0, so they
-commute with the max pool; where gamma < 0 the convolution changes sign with it, as gamma y = (-gamma) (-y). So a layer
-keeps the pooled maps alone, a quarter of them, until the statistics of the whole set are known.
+Within a layer, images pass in batches, which bounds memory. BatchNorm and ReLU do not decrease where gamma >= 0, so
+they commute with the max pool; where gamma < 0 the convolution changes sign with it, as gamma y = (-gamma) (-y). So a
+layer keeps the pooled maps alone, a quarter of them, until the statistics of the whole set are known.
 
 A one-ulp change in z can flip bfloat16 rounding downstream, in FiLM parameters and folded weights. So statistics do not
-depend on the order of the set or its chunks: each column of each map is summed by itself, in float32, and the columns
+depend on the order of the set or its batches: each column of each map is summed by itself, in float32, and the columns
 in float64. Threads divide the columns, so their number may move a last bit.
 """
 
@@ -18,18 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from fewshot_mahalanobis.networks.recompute import recomputed
+Result = TypeVar("Result")
 
 #: Length of the task representation z.
 TASK_FEATURES = 64
-#: Larger CPU chunks make every layer allocate fresh, zeroed pages.
-MAX_CPU_CHUNK = 16
+#: Larger batches on a CPU make every layer allocate fresh, zeroed pages.
+MAX_CPU_BATCH = 16
 
 
 class SetEncoder(nn.Module):
@@ -49,49 +50,57 @@ class SetEncoder(nn.Module):
         """Convolution and BatchNorm of each layer."""
         return cast("list[tuple[nn.Conv2d, nn.BatchNorm2d]]", list(zip(self.convs, self.norms, strict=True)))
 
-    def forward(self, support_images: Tensor, chunk_size: int | None = None) -> Tensor:
+    def forward(self, support_images: Tensor, batch_size: int | None = None) -> Tensor:
         """Encode a support set.
 
         Parameters
         ----------
         support_images : Tensor of shape (n, 3, h, w)
             In [-1, 1]; sides of 32 pixels or more.
-        chunk_size : int, optional
-            Images in work at a time. It bounds memory, with gradients too: activations are then computed again in the
-            backward pass.
+        batch_size : int, optional
+            Process at most this many images at a time. It bounds memory, with gradients too: activations are then
+            computed again in the backward pass.
 
         Returns
         -------
         Tensor of shape (64,)
         """
-        return mean_over_set(self.encodings(support_images, chunk_size))
+        return mean_over_set(self.encodings(support_images, batch_size))
 
-    def encodings(self, support_images: Tensor, chunk_size: int | None = None) -> Tensor:
-        """Encoding (n, 64) of each image of a set, whose mean is z."""
+    def encodings(self, support_images: Tensor, batch_size: int | None = None) -> Tensor:
+        """Encode each image of a set, shape (n, 64); the mean of the encodings is z."""
         if min(support_images.shape[2:]) < 2 ** len(self.convs):
             raise ValueError(f"images must be at least 32 x 32 pixels, not {tuple(support_images.shape[2:])}")
-        size, run = chunk_size or len(support_images), _called
+        size, run = batch_size or len(support_images), _called
         if torch.is_grad_enabled():
             run = recomputed if size < len(support_images) else _called
         elif support_images.device.type == "cpu":
-            size = min(size, MAX_CPU_CHUNK)
-        chunks = list(support_images.split(size))
+            size = min(size, MAX_CPU_BATCH)
+        batches = list(support_images.split(size))
         for conv, norm in self.layers:
             moments = []
-            for index, chunk in enumerate(chunks):
-                chunks[index], *of_chunk = run(_pooled, conv, norm, chunk)
-                moments.append(of_chunk)
+            for index, images in enumerate(batches):
+                batches[index], *batch_moments = run(_pooled, conv, norm, images)
+                moments.append(batch_moments)
             means, variances = (torch.cat(parts) for parts in zip(*moments, strict=True))
-            mean, variance = _of_parts(means, variances, 0)
+            mean, variance = _combined(means, variances, 0)
             scale = norm.weight.abs() * torch.rsqrt(variance + norm.eps)
             assert conv.bias is not None
             shift = norm.bias - mean * scale + 0 * conv.bias  # unused in _pooled: its gradient is 0, not None
-            chunks = [run(_normalised, chunk, scale.to(norm.weight), shift.to(norm.bias)) for chunk in chunks]
-        return torch.cat([chunk.float().mean(dim=(2, 3)) for chunk in chunks])
+            batches = [run(_normalised, maps, scale.to(norm.weight), shift.to(norm.bias)) for maps in batches]
+        return torch.cat([maps.float().mean(dim=(2, 3)) for maps in batches])
 
 
 def _called(function: Callable[..., Any], *arguments: object) -> Any:
     return function(*arguments)
+
+
+def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
+    """Return ``function(*arguments)`` but keep no activations: they are computed again in the backward pass.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    """
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def mean_over_set(x: Tensor) -> Tensor:
@@ -111,7 +120,7 @@ def _pooled(conv: nn.Conv2d, norm: nn.BatchNorm2d, images: Tensor) -> tuple[Tens
     sign = torch.ones_like(norm.weight).copysign(norm.weight.detach())
     y = F.conv2d(images, conv.weight * sign[:, None, None, None], padding=1)
     means, variances = _ColumnMoments.apply(y)
-    return _max_pool(y), *_of_parts(means, variances, 1)
+    return _max_pool(y), *_combined(means, variances, 1)
 
 
 def _max_pool(y: Tensor) -> Tensor:
@@ -133,7 +142,7 @@ class _ColumnMoments(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         columns, dtype = y.permute(0, 2, 3, 1), torch.promote_types(y.dtype, torch.float32)
         if y.device.type == "cpu":
-            # The first half of BatchNorm, of h rows with w c entries: it reads the maps twice and writes none.
+            # The first half of BatchNorm, on h rows of w c entries: it reads the maps twice and writes none.
             zeros = torch.zeros(columns[0, 0].numel(), dtype=dtype, device="cpu")
             of_images = [torch.batch_norm_update_stats(rows, zeros, zeros, 0.0) for rows in columns.flatten(2)]
             means, variances = (torch.stack(part).unflatten(1, columns.shape[2:]) for part in zip(*of_images))
@@ -150,8 +159,8 @@ class _ColumnMoments(torch.autograd.Function):
         return gradient.permute(0, 3, 1, 2).to(y.dtype)
 
 
-def _of_parts(means: Tensor, variances: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of a whole from those of equal parts, which lie along ``dim``."""
+def _combined(means: Tensor, variances: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of a set from those of its parts of equal size, which lie along ``dim``."""
     mean = _mean(means, dim)
     return mean, _mean(variances, dim) + _mean((means - mean.to(means.dtype).unsqueeze(dim)).square(), dim)
 

@@ -14,11 +14,12 @@ Transductive CNAPS  ``task_encoder="transductive"``
 Equation 2 as is    ``scale=0.5``
 ==================  ========================================================
 
-and :meth:`SimpleCNAPS.from_backbone` puts any other frozen network in the place of the ResNet18.
+:meth:`SimpleCNAPS.from_backbone` replaces the ResNet18 by any other frozen network.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,19 +30,19 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.checkpoints.authors_state_dict import convert_published_state_dict, model_from_state_dict
-from fewshot_mahalanobis.checkpoints.format import save_checkpoint
-from fewshot_mahalanobis.checkpoints.hub import load_pretrained
-from fewshot_mahalanobis.checkpoints.lite_state_dict import convert_lite_state_dict, is_lite
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.heads import Head, MahalanobisHead, make_head
-from fewshot_mahalanobis.networks.adapted_task import AdaptedTask, channels_last
-from fewshot_mahalanobis.networks.backbone import Backbone, FeatureExtractor
+from fewshot_mahalanobis.heads import Head, LinearHead, MahalanobisHead, TransductiveHead, make_head
+from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.efficientnet import EfficientNet
+from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator, NetworkFilmGenerator
+from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
-from fewshot_mahalanobis.networks.transductive import TransductiveHead, TransductiveSetEncoder
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
+from fewshot_mahalanobis.networks.transductive import TransductiveSetEncoder
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 GENERATORS: dict[str, type[FilmGenerator] | None] = {
     "film": FilmGenerator,
@@ -88,18 +89,18 @@ class SimpleCNAPS(
     image_size : int
         Side of the square images the network was trained on, in pixels.
     encoder_size : int, optional
-        Side that images are resized to for the set encoder, in pixels; by default it sees them as they are.
+        Side that images are resized to for the set encoder, in pixels. By default they are not resized.
     task_encoder : {"mean", "transductive"}
-        What makes the task representation: the mean of the support set's encodings, or the LSTM of Transductive CNAPS,
-        to which the queries belong too (Bateni et al., WACV 2022). With it a forward pass also refines the classes by
-        the queries (:class:`~fewshot_mahalanobis.networks.transductive.TransductiveHead`).
-    backbone : Backbone, optional
-        A frozen network in place of the FiLM ResNet18: made by :meth:`from_backbone`.
+        How the task representation is computed: as the mean of the support set's encodings, or by the LSTM of
+        Transductive CNAPS, which reads the queries too (Bateni et al., WACV 2022). With "transductive" a forward pass
+        also refines the classes by the queries (:class:`~fewshot_mahalanobis.networks.transductive.TransductiveHead`).
+    backbone : Backbone or EfficientNet, optional
+        A frozen network in place of the FiLM ResNet18, as :meth:`from_backbone` makes it.
 
     Attributes
     ----------
     config : dict
-        The arguments above, the backbone by its description: what ``config.json`` of a checkpoint holds.
+        The arguments above, with a description in place of the backbone: what ``config.json`` of a checkpoint holds.
 
     Notes
     -----
@@ -124,7 +125,7 @@ class SimpleCNAPS(
         image_size: int = 84,
         encoder_size: int | None = None,
         task_encoder: str = "mean",
-        backbone: Backbone | None = None,
+        backbone: Backbone | EfficientNet | None = None,
     ) -> None:
         super().__init__()
         if adaptation not in GENERATORS:
@@ -177,8 +178,7 @@ class SimpleCNAPS(
         if generator is not None:
             self.film_generator = generator() if backbone is None else NetworkFilmGenerator(backbone.film_positions)
         self.projection = ProjectionNetwork(FilmResNet18.out_features) if projection else None
-        covariance = RegularizedCovariance(beta, task_covariance, one_shot_covariance)
-        self.head: Head = make_head(head, covariance=covariance, scale=scale)
+        self.head: Head = make_head(head, self.config, self.feature_extractor.out_features)
 
     def train(self, mode: bool = True) -> SimpleCNAPS:
         """Set training mode everywhere but in the frozen backbone."""
@@ -188,7 +188,7 @@ class SimpleCNAPS(
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(itertools.chain(self.parameters(), self.buffers())).device
 
     # ---------------------------------------------------------------- the method
@@ -196,24 +196,24 @@ class SimpleCNAPS(
     def task_representation(
         self,
         support_images: Tensor,
-        chunk_size: int | None = None,
+        batch_size: int | None = None,
         *,
         support_labels: Tensor | None = None,
         query_images: Tensor | None = None,
     ) -> Tensor:
-        """Z = g_phi(S): support images (n, 3, h, w) in [-1, 1] -> (64,). For the rest see :meth:`film_parameters`."""
+        """Task representation z = g_phi(S), shape (64,); the parameters are those of :meth:`film_parameters`."""
         if self.set_encoder is None:
             raise ValueError("this model does not adapt: it has no set encoder")
         support = self.encoder_input(support_images)
         if not self.is_transductive:
-            return self.set_encoder(support, chunk_size)
+            return self.set_encoder(support, batch_size)
         if support_labels is None:
             raise ValueError("this model's task encoder is transductive: it needs support_labels")
         queries = None if query_images is None else self.encoder_input(query_images)
-        return self.set_encoder(support, support_labels, queries, chunk_size)
+        return self.set_encoder(support, support_labels, queries, batch_size)
 
     def encoder_input(self, images: Tensor) -> Tensor:
-        """Images (n, 3, h, w) at the size that the set encoder sees."""
+        """Resize images (n, 3, h, w) to ``encoder_size``."""
         side = self.encoder_size
         if side is None or tuple(images.shape[2:]) == (side, side):
             return images
@@ -222,7 +222,7 @@ class SimpleCNAPS(
     def film_parameters(
         self,
         support_images: Tensor,
-        chunk_size: int | None = None,
+        batch_size: int | None = None,
         *,
         support_labels: Tensor | None = None,
         query_images: Tensor | None = None,
@@ -233,18 +233,19 @@ class SimpleCNAPS(
         ----------
         support_images : Tensor of shape (n, 3, h, w)
             In [-1, 1].
-        chunk_size : int, optional
-            Images in work at a time, to bound memory.
-        support_labels, query_images : Tensor, optional
-            Of shapes (n,) and (m, 3, h, w), for a transductive task encoder: it needs the labels. Without queries the
-            support set stands for them.
+        batch_size : int, optional
+            Process at most this many images at a time, to bound memory.
+        support_labels : int64 Tensor of shape (n,), optional
+            Required by a transductive task encoder, otherwise ignored.
+        query_images : Tensor of shape (m, 3, h, w), optional
+            Read by a transductive task encoder. By default the support images are used in their place.
         """
         if self.film_generator is None:
             return None
         z = self.task_representation(
-            support_images, chunk_size, support_labels=support_labels, query_images=query_images
+            support_images, batch_size, support_labels=support_labels, query_images=query_images
         )
-        return self.film_generator(z, support_images, self.feature_extractor, chunk_size)
+        return self.film_generator(z, support_images, self.feature_extractor, batch_size)
 
     def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
         """Logits of one episode, differentiable with respect to every trained parameter.
@@ -283,7 +284,35 @@ class SimpleCNAPS(
     @property
     def episode_head(self) -> Head:
         """The head for support set and queries together: ``head``, or its transductive form."""
-        return TransductiveHead(cast(MahalanobisHead, self.head)) if self.is_transductive else self.head
+        if not self.is_transductive:
+            return self.head
+        head = cast(MahalanobisHead, self.head)
+        return TransductiveHead(head.covariance.settings, head.scale)
+
+    def head_named(self, head: str | nn.Module) -> Head:
+        """Return the head that a setting of the classifiers stands for, on this model's device.
+
+        Parameters
+        ----------
+        head : str or Head
+            A name stands for the model's own head, with its weights, if that has this name; otherwise for a new head
+            with the model's settings. An object is copied.
+
+        Raises
+        ------
+        ValueError
+            There is no such head, or it has learned weights that this model lacks.
+        """
+        if isinstance(head, nn.Module):
+            return cast(Head, copy.deepcopy(head).to(self.device).eval())
+        if head == self.config["head"]:
+            return self.head
+        if head == LinearHead.name:
+            raise ValueError(
+                f"the checkpoint has no trained linear head, its head is {self.config['head']!r}: choose another head "
+                "or a checkpoint of CNAPS"
+            )
+        return make_head(head, self.config).to(self.device)
 
     @torch.no_grad()
     def adapt(
@@ -306,7 +335,7 @@ class SimpleCNAPS(
         support_labels : int64 Tensor of shape (n,)
             Classes 0 to k - 1, each with at least one image.
         query_images : Tensor of shape (m, 3, h, w), optional
-            For a transductive task encoder: all queries of the task. Then the task's logits are refined by the queries
+            All queries of the task, for a transductive task encoder. The task's logits are then refined by the queries
             given together. Without them the support set stands for them, and logits are those of ``head``.
         head : Head, optional
             Another head than the model's own.
@@ -315,13 +344,33 @@ class SimpleCNAPS(
         dtype : {torch.float32, torch.bfloat16}
             Precision of the convolutions; the head computes in float32 or better.
         batch_size : int
-            Images in work at a time; it bounds memory.
+            Images processed at a time; it bounds memory.
 
         Returns
         -------
         AdaptedTask
             Serves any number of queries.
         """
+        network = self.adapted_network(
+            support_images, support_labels, query_images=query_images, adapt=adapt, dtype=dtype, batch_size=batch_size
+        )
+        if head is None:
+            head = self.head if query_images is None else self.episode_head
+        support = Features(network.features(support_images, batch_size))
+        return AdaptedTask(network, FittedHead.fit(head, support, support_labels))
+
+    @torch.no_grad()
+    def adapted_network(
+        self,
+        support_images: Tensor,
+        support_labels: Tensor,
+        *,
+        query_images: Tensor | None = None,
+        adapt: bool = True,
+        dtype: torch.dtype = torch.float32,
+        batch_size: int = 64,
+    ) -> AdaptedNetwork:
+        """Adapt the feature extractor alone; parameters as of :meth:`adapt`."""
         _check_episode(support_images, support_labels)
         film = None
         if adapt:
@@ -332,14 +381,11 @@ class SimpleCNAPS(
                     support_labels=support_labels.to(self.device),
                     query_images=None if query_images is None else channels_last(query_images.to(self.device)),
                 )
-        task = self.with_film(film, head or (None if query_images is None else self.episode_head), dtype)
-        return task.refit(task.features(support_images, batch_size), support_labels)
+        return self.with_film(film, dtype)
 
-    def with_film(self, film: Film | None, head: Head | None = None, dtype: torch.dtype = torch.float32) -> AdaptedTask:
-        """The network with given FiLM parameters (None: as pretrained), its head not yet fitted to a support set."""
-        return AdaptedTask(
-            self.feature_extractor, film, head or self.head, dtype, projection=self.projection, device=self.device
-        )
+    def with_film(self, film: Film | None = None, dtype: torch.dtype = torch.float32) -> AdaptedNetwork:
+        """Return the feature extractor with given FiLM parameters (None: as pretrained), for inference."""
+        return AdaptedNetwork(self.feature_extractor, film, dtype, projection=self.projection, device=self.device)
 
     # ---------------------------------------------------------------- weights
 
@@ -364,21 +410,23 @@ class SimpleCNAPS(
         Parameters
         ----------
         backbone : str or nn.Module
-            The name of a pretrained network of timm ("resnet18.a1_in1k"), whose weights timm fetches, or
-            "efficientnet-lite0", whose weights are a dependency; or any module
-            that turns normalised images (n, 3, s, s) into features (n, d) or (n, d, 1, 1), its classification layer
-            cut off. Of a module a copy is used, in float32; it always runs in evaluation mode, without gradients of its
-            parameters.
+            Name of a pretrained network of timm ("resnet18.a1_in1k"), whose weights timm fetches;
+            "efficientnet-lite0", whose weights are a dependency; or any module that turns normalised images
+            (n, 3, s, s) into features (n, d) or (n, d, 1, 1), without its classification layer. A module is copied, in
+            float32; the copy always runs in evaluation mode, without gradients of its parameters.
         image_size : int
-            Side s of the square that images are resized to, in pixels. For a name, by default what timm says.
+            Side s of the square that images are resized to, in pixels. For a name, the default is timm's.
         mean, std : sequences of 3 floats
-            By channel, on images from 0 to 1: the network reads (image - mean) / std. Defaults as for ``image_size``.
+            Per channel, for images from 0 to 1: the network reads (image - mean) / std. For a name, the defaults are
+            timm's.
         head : {"mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"}
         scale : float
-            As above; so ``task_covariance``.
+            As for the class.
         beta : float or "auto"
             Ridge in squared feature units. The default suits features of any scale: it is chosen on each support set by
-            exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.choose.choose_settings`).
+            exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.choose.choose_beta`).
+        task_covariance : bool
+            As for the class.
         adaptation : {"none", "film"}
             "film" adds a set encoder and a FiLM generator with random weights, to be trained by ``meta-train``.
         positions : sequence of str, optional
@@ -386,7 +434,7 @@ class SimpleCNAPS(
             convolutional network, the first one, those behind convolutions larger than 1 x 1, and the last one; in a
             transformer, every one.
         encoder_size : int, optional
-            Side that images are resized to for the set encoder, in pixels; by default it sees them as they are.
+            Side that images are resized to for the set encoder, in pixels. By default they are not resized.
 
         Returns
         -------
@@ -396,24 +444,27 @@ class SimpleCNAPS(
         Raises
         ------
         ImportError
-            A name was given, and timm is absent.
+            ``backbone`` is a name of timm, which is not installed.
         ValueError
-            timm has no such network or cannot fetch it; a module came without ``image_size``, ``mean`` and ``std``,
-            cannot be copied or cannot read such images; its output is no features, not finite, or depends on the other
-            images of a batch; FiLM cannot follow one of ``positions``.
+            timm has no such network or cannot fetch it; ``image_size``, ``mean`` or ``std`` of a module is missing; the
+            module cannot be copied or cannot read such images; its output is not features, not finite, or depends on
+            the other images of a batch; or FiLM cannot follow one of ``positions``.
         """
-        make = Backbone.from_timm if isinstance(backbone, str) else Backbone.from_module
-        at = positions if adaptation == "film" else ()
-        wrapped = make(backbone, image_size=image_size, mean=mean, std=std, positions=at)  # type: ignore[arg-type]
+        settings: Any = {"image_size": image_size, "mean": mean, "std": std}
+        settings["positions"] = positions if adaptation == "film" else ()
+        if isinstance(backbone, str):
+            extractor: Backbone | EfficientNet = pretrained_extractor(backbone, **settings)
+        else:
+            extractor = Backbone.from_module(backbone, **settings)
         return cls(
             adaptation=adaptation,
             head=head,
             scale=scale,
             beta=beta,
             task_covariance=task_covariance,
-            image_size=wrapped.image_size,
+            image_size=extractor.image_size,
             encoder_size=encoder_size,
-            backbone=wrapped,
+            backbone=extractor,
         ).eval()
 
     @classmethod
@@ -423,99 +474,45 @@ class SimpleCNAPS(
         Parameters
         ----------
         state_dict : mapping of str to Tensor
-            Of Simple CNAPS, Simple AR-CNAPS, their "no adaptation" form, CNAPS, AR-CNAPS, a bare
-            pretrained ResNet18 of theirs (read as "no adaptation"), of Transductive CNAPS (WACV 2022), or of LITE's
-            Simple CNAPS on EfficientNet-B0 (Bronskill et al., NeurIPS 2021); told apart by their keys.
+            Weights of Simple CNAPS, Simple AR-CNAPS, their "no adaptation" form, CNAPS, AR-CNAPS, the bare pretrained
+            ResNet18 (read as "no adaptation"), Transductive CNAPS (WACV 2022), or LITE's Simple CNAPS on
+            EfficientNet-B0 (Bronskill et al., NeurIPS 2021). The keys tell which.
         image_size : int
-            Of LITE's weights, which do not tell it: side of the images they were trained on, in pixels.
+            Side of the images that LITE's weights were trained on, in pixels; other models do not use it.
 
         Returns
         -------
         SimpleCNAPS
-            In evaluation mode, with s = 1 and, but for Transductive CNAPS, ``one_shot_covariance="published"``.
+            In evaluation mode, with s = 1 and, except for Transductive CNAPS, ``one_shot_covariance="published"``.
 
         Raises
         ------
         ValueError
             A key is missing or unknown, or a shape differs.
         """
-        lite = is_lite(state_dict)
-        converted = (
-            convert_lite_state_dict(state_dict, image_size) if lite else convert_published_state_dict(state_dict)
-        )
-        return model_from_state_dict(cls, *converted)
+        from fewshot_mahalanobis.checkpoints.published import model_from_published_state_dict
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], network: nn.Module | None = None) -> SimpleCNAPS:
-        """A model of these settings without memory for its weights, which :meth:`fill` brings.
-
-        Neither memory nor the global random generator is spent on what a file is first compared with.
-
-        Parameters
-        ----------
-        config : mapping
-            As the attribute ``config``, its types checked.
-        network : nn.Module, optional
-            The backbone's network, where its code is the user's own. A copy is used.
-
-        Raises
-        ------
-        ValueError
-            A setting is out of its range, or timm has no such network.
-        """
-        arguments = dict(config)
-        description = arguments.pop("backbone", None)
-        if description is not None:
-            arguments["backbone"] = Backbone.described(description, config["image_size"], network)
-        with torch.device("meta"):
-            return cls(**arguments)
-
-    def fill(self, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
-        """Give a model of :meth:`from_config` its weights, all of ``state_dict()``, and set evaluation mode.
-
-        ValueError if the backbone's network computes other features than the one that was saved.
-        """
-        backbone = self.feature_extractor
-        if isinstance(backbone, Backbone):
-            backbone.materialise()
-        self.load_state_dict(weights, assign=True)
-        if isinstance(backbone, Backbone):
-            backbone.requires_grad_(False)
-            backbone.check_fingerprint()
-        return self.eval()
+        return model_from_published_state_dict(state_dict, image_size)
 
     def _save_pretrained(self, save_directory: Path) -> None:
+        from fewshot_mahalanobis.checkpoints.folder import save_checkpoint
+
         save_checkpoint(self, save_directory)
 
-    # The mixin's would parse config.json before this package has checked it.
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | Path,
-        *,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
-        token: str | bool | None = None,
-        backbone: nn.Module | None = None,
-        **settings: Any,
+        cls, pretrained_model_name_or_path: str | Path, *, backbone: nn.Module | None = None, **hub_options: Any
     ) -> SimpleCNAPS:
-        """Load a checkpoint from a folder or from the Hugging Face Hub.
+        """Load a checkpoint, as :func:`~fewshot_mahalanobis.load_checkpoint` does.
 
         Parameters
         ----------
         pretrained_model_name_or_path : str or path
-            A folder, or a repository, "user/repo" or "user/repo@revision".
-        revision : str, optional
-            Branch, tag or commit.
-        cache_dir, force_download, local_files_only, token : optional
-            As in :func:`huggingface_hub.snapshot_download`.
+            A named checkpoint, a folder, or a repository of the Hugging Face Hub, "user/repo" or "user/repo@revision".
         backbone : nn.Module, optional
-            The network, for a checkpoint of :meth:`from_backbone` on a module: the checkpoint holds its weights, not
-            its code. A copy is used.
-        **settings
-            Arguments of this class that the checkpoint must have.
+            The network, for a checkpoint of :meth:`from_backbone` on a module.
+        **hub_options
+            ``revision``, ``cache_dir``, ``force_download``, ``local_files_only`` and ``token``.
 
         Returns
         -------
@@ -524,20 +521,12 @@ class SimpleCNAPS(
 
         Raises
         ------
-        CheckpointError
-            The checkpoint cannot be found (:class:`~fewshot_mahalanobis.checkpoints.DownloadError`), is malformed or of
-            another network.
-        ValueError
-            It has other settings than ``settings``, or the name is one for :func:`load_checkpoint`.
+        CheckpointError, ValueError
+            As :func:`~fewshot_mahalanobis.load_checkpoint`.
         """
-        download = {
-            "revision": revision,
-            "cache_dir": cache_dir,
-            "token": token,
-            "force_download": force_download,
-            "local_files_only": local_files_only,
-        }
-        return load_pretrained(cls, pretrained_model_name_or_path, backbone, settings, **download)
+        from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+
+        return load_checkpoint(pretrained_model_name_or_path, backbone, **hub_options)
 
 
 def _check_episode(support_images: Tensor, support_labels: Tensor) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.networks.recompute import recomputed
+from fewshot_mahalanobis.networks.set_encoder import recomputed
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 

@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.baselines.model import Baseline
-from fewshot_mahalanobis.checkpoints.format import checked_settings
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
+from fewshot_mahalanobis.baselines.model import Baseline, checked_baseline_settings, save_baseline
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
+from fewshot_mahalanobis.checkpoints.model import checked_settings
 from fewshot_mahalanobis.devices import choose_dtype, precision_name
 from fewshot_mahalanobis.heads import MahalanobisHead
-from fewshot_mahalanobis.networks.backbone import is_network_name
 from fewshot_mahalanobis.networks.efficientnet import LITE0
 from fewshot_mahalanobis.networks.generators import LayerGenerator
+from fewshot_mahalanobis.networks.pretrained import is_pretrained_name
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training.lite import lite_logits
@@ -125,10 +125,10 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
     Of a method of :mod:`~fewshot_mahalanobis.baselines` the backbone is trained too, if the method does so. ValueError
     if ``model`` has an unknown setting or nothing to train, or ``init`` is a checkpoint of another model.
     """
-    from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+    from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
     # A name of ours is that of a checkpoint even where timm has it too.
-    by_name = recipe.backbone == LITE0 or (recipe.backbone not in CHECKPOINTS and is_network_name(recipe.backbone))
+    by_name = recipe.backbone == LITE0 or (recipe.backbone not in CHECKPOINTS and is_pretrained_name(recipe.backbone))
     make: Callable[..., SimpleCNAPS] = SimpleCNAPS.from_backbone if by_name else SimpleCNAPS
     settings, given = {"adaptation": "film", "beta": 1.0, **recipe.model}, {"backbone"}
     if recipe.method is not None:
@@ -143,7 +143,7 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
         model = make(recipe.backbone, **settings) if by_name else make(**settings)
     if recipe.method is None and model.film_generator is None:
         raise ValueError("a model without adaptation has nothing to meta-train")
-    checked_settings(model.config, "model", type(model))
+    (checked_settings if recipe.method is None else checked_baseline_settings)(model.config, "model")
     if not by_name:
         cast(FilmResNet18, model.feature_extractor).load_state_dict(resnet18_weights(recipe.backbone))
         scale_features_(model, recipe.feature_scale)
@@ -203,7 +203,8 @@ def meta_train(
     recorded = asdict(recipe) | {"precision": precision_name(dtype)}
     run = RunFolder(output, recorded, main=accelerator.is_main_process, tensorboard=tensorboard)
     progress = progress and accelerator.is_main_process
-    loss_of, card = (model.method.loss, model.card) if isinstance(model, Baseline) else (F.cross_entropy, None)
+    loss_of = model.method.loss if isinstance(model, Baseline) else F.cross_entropy
+    save: Callable[..., None] = save_baseline if isinstance(model, Baseline) else save_checkpoint
 
     opened = {
         source: open_training_source(source, root=recipe.root, size=model.image_size, lazy=lazy)
@@ -273,7 +274,7 @@ def meta_train(
             if better_on_most(accuracies, best):
                 best = accuracies
                 if accelerator.is_main_process:
-                    save_checkpoint(model, run.path / "best", dtype=torch.float16, card=card)
+                    save(model, run.path / "best", dtype=torch.float16)
         run.log(step + 1, **record)
         reported = time.monotonic()
         if accelerator.is_main_process and (last or reported - saved > save_every):
@@ -287,6 +288,6 @@ def meta_train(
             saved = time.monotonic()
     model.to("cpu").eval()
     if accelerator.is_main_process:
-        save_checkpoint(model, run.path / "checkpoint", dtype=torch.float16, card=card)
+        save(model, run.path / "checkpoint", dtype=torch.float16)
     accelerator.wait_for_everyone()
     return model

@@ -27,7 +27,7 @@ from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.devices import native_dtype, precision_name
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.images import to_network_range
-from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.training.augment import (
     is_grey,
@@ -193,7 +193,7 @@ def pretrain(
         teacher = None
         if recipe.teacher is not None:
             teacher = Teacher(recipe.teacher, recipe.teacher_size, dtype).to(place)
-        outputs = turns_end + (0 if teacher is None else teacher.network.out_features)
+        outputs = turns_end + (0 if teacher is None else teacher.out_features)
         model: nn.Module = PositionClassifier(backbone, outputs)
     if accelerator.num_processes > 1:
         if place.type == "cuda":
@@ -302,13 +302,15 @@ class Teacher(nn.Module):
     def __init__(self, name: str, size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.network = Backbone.from_timm(name, image_size=size).for_inference(dtype=dtype)
+        extractor = pretrained_extractor(name, image_size=size)
+        self.image_size, self.out_features = extractor.image_size, extractor.out_features
+        self.network = extractor.for_inference(dtype=self.dtype)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """Images (n, 3, s, s) in [-1, 1] -> features (n, d) of mean 0 and variance 1, float32."""
-        size = self.network.image_size
-        resized = F.interpolate(images, (size, size), mode="bilinear", antialias=True, align_corners=False)
+        size = (self.image_size, self.image_size)
+        resized = F.interpolate(images, size, mode="bilinear", antialias=True, align_corners=False)
         return F.batch_norm(self.network(resized.to(self.dtype)), None, None, training=True)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.checkpoints.format import read_tensors
+from fewshot_mahalanobis.checkpoints.folder import read_tensors
 from fewshot_mahalanobis.data.datasets import open_source
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.devices import choose_device
@@ -57,7 +57,7 @@ def shared_out(total: int, name: str, accelerator: Accelerator) -> int:
 
 def resnet18_weights(backbone: str) -> dict[str, Tensor]:
     """Weights of the FiLM ResNet18: of a file that ``pretrain`` wrote, or of a checkpoint with that network."""
-    from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+    from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
     if backbone.endswith(".safetensors"):
         with torch.device("meta"):

@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 from fewshot_mahalanobis import SimpleCNAPS
 from fewshot_mahalanobis.baselines import METHODS
 from fewshot_mahalanobis.baselines.maml import MAML
-from fewshot_mahalanobis.baselines.model import Baseline
+from fewshot_mahalanobis.baselines.model import Baseline, read_baseline, save_baseline
 from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
-from fewshot_mahalanobis.checkpoints.format import read_checkpoint
 from fewshot_mahalanobis.cli import app
 from fewshot_mahalanobis.data.sources import load_source
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
@@ -125,7 +124,7 @@ def test_a_method_is_trained_and_read_again(name: str, folder: Path) -> None:
     assert np.isfinite(record["loss"])
     before = load_file(folder / "backbone.safetensors")["conv1.weight"]
     assert torch.equal(before, model.feature_extractor.conv1.weight) != METHODS[name].trains_network
-    again = read_checkpoint(folder / name / "checkpoint", Baseline)
+    again = read_baseline(folder / name / "checkpoint")
     assert again.config == model.config
     assert (folder / name / "checkpoint" / "README.md").read_text().startswith(f"# {METHODS[name].title}")
     for key, weight in model.state_dict().items():
@@ -150,7 +149,7 @@ def run(folder: Path, *options: Any, status: int = 0) -> str:
 
 def test_methods_are_rows_beside_simple_cnaps(folder: Path, tmp_path: Path) -> None:
     for name in ("protomaml", "protonet"):
-        save_checkpoint(make(name), tmp_path / name, card="")
+        save_baseline(make(name), tmp_path / name)
     names = ["knn", "protonet", tmp_path / "protomaml", tmp_path / "protonet"]
     options = [text for name in names for text in ("--method", name)]
     (folder / "mnist").symlink_to(folder / "colours")
@@ -180,4 +179,4 @@ def test_a_method_that_cannot_be_evaluated_is_said(folder: Path, options: tuple[
 
 def test_a_checkpoint_of_simple_cnaps_is_no_method(folder: Path) -> None:
     with pytest.raises(CheckpointError):
-        read_checkpoint(folder / "checkpoint", Baseline)
+        read_baseline(folder / "checkpoint")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fewshot_mahalanobis import available_checkpoints, load_checkpoint
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS, DEFAULT
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS, DEFAULT
 from fewshot_mahalanobis.data.sources import load_source
 from fewshot_mahalanobis.demo import compare, digits, run_demo
 from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source

@@ -6,9 +6,10 @@ import json
 
 import huggingface_hub
 import pytest
+from torch import nn
 
-from fewshot_mahalanobis.checkpoints import CheckpointError, DownloadError, read_checkpoint
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, DownloadError
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from tests.checkpoints.checkpoint_server import Server, go_offline, hub_on_this_machine
 from tests.checkpoints.models import same_weights
@@ -28,7 +29,7 @@ def files(saved):
 
 def test_hub_repository_loads_by_name_and_takes_only_the_checkpoint_files(hub, model, saved, files, tmp_path):
     hub.commit("user/repo", {**files, "pytorch_model.bin": b"a pickle", "extra/file.txt": b"x"})
-    assert same_weights(load_checkpoint("user/repo"), read_checkpoint(saved, SimpleCNAPS))
+    assert same_weights(load_checkpoint("user/repo"), load_checkpoint(saved))
     fetched = {path.name for path in (tmp_path / "hub-cache").rglob("*") if path.is_file()}
     assert {"config.json", "model.safetensors", "README.md"} <= fetched
     assert not {"pytorch_model.bin", "file.txt"} & fetched
@@ -96,10 +97,41 @@ def test_pushed_model_comes_back_from_the_hub(hub, model):
     assert same_weights(SimpleCNAPS.from_pretrained("user/pushed"), model)
 
 
+def test_the_options_of_the_hub_are_those_of_both_doors(hub, model, files, tmp_path):
+    first = hub.commit("user/repo", files)
+    config = {**json.loads(files["config.json"]), "beta": 2.0}
+    hub.commit("user/repo", {"config.json": json.dumps(config).encode()})
+    for load in (load_checkpoint, SimpleCNAPS.from_pretrained):
+        cache = tmp_path / load.__name__
+        assert load("user/repo", revision=first, cache_dir=cache).config == model.config
+        assert cache.is_dir()
+        with pytest.raises(DownloadError, match="user/repo"):
+            load("user/repo", cache_dir=cache, local_files_only=True)
+        with pytest.raises(TypeError, match="'betta'"):
+            load("user/repo", betta=1.0)
+
+
+def test_a_checkpoint_that_is_not_on_the_hub_has_no_revision(saved):
+    for name in ("default", saved, str(saved)):
+        with pytest.raises(ValueError, match="has no revision"):
+            load_checkpoint(name, revision="main")
+
+
 @pytest.mark.parametrize("name", ["resnet18", "default"])
-def test_a_named_checkpoint_is_not_looked_for_on_the_hub(name):
-    with pytest.raises(ValueError, match=rf"use load_checkpoint\('{name}'\)"):
-        SimpleCNAPS.from_pretrained(name)
+def test_from_pretrained_loads_a_named_checkpoint_too(name):
+    assert same_weights(SimpleCNAPS.from_pretrained(name), load_checkpoint(name))
+
+
+def test_a_network_of_ones_own_comes_back_from_the_hub(hub, tmp_path):
+    def network():
+        return nn.Sequential(nn.Conv2d(3, 4, 5, stride=4), nn.AdaptiveAvgPool2d(1))
+
+    model = SimpleCNAPS.from_backbone(network(), image_size=32, mean=[0.5] * 3, std=[0.5] * 3)
+    model.push_to_hub("user/own", token="hf_test")
+    with pytest.raises(CheckpointError, match="pass it as backbone=network"):
+        load_checkpoint("user/own")
+    for backbone in (network(), model):
+        assert same_weights(load_checkpoint("user/own", backbone=backbone), model)
 
 
 def test_saved_pretrained_folder_is_a_checkpoint(model, tmp_path):

@@ -232,7 +232,7 @@ def test_unadapted_features_go_through_the_network_once_and_equal_those_of_all_i
     with torch.no_grad():
         whole = model.feature_extractor(source.network_input(np.arange(20)))
     features = UnadaptedFeatures(model, source, batch_size=3)
-    network = features._task._extractor
+    network = features._network.extractor
     network.batches.clear()
     for indices in ([3, 1, 1, 7], [7, 3], [], [0, 1, 2, 3, 19]):
         torch.testing.assert_close(features[np.array(indices, dtype=np.int64)], whole[indices], rtol=1e-5, atol=1e-6)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, saving
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis import images as images_module
-from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, save_checkpoint
 from fewshot_mahalanobis.images import ImageBatches, ImageError, read_square_array
 
 SIDE = 16
@@ -126,7 +126,7 @@ class Checkpoints:
             weights.write_bytes(rest)
         (self.folder / "config.json").write_bytes(config)
         try:
-            model = read_checkpoint(self.folder, SimpleCNAPS)
+            model = load_checkpoint(self.folder)
         except CheckpointError as error:
             promise(str(self.folder) in str(error), "the error names the file")
         else:
@@ -163,7 +163,7 @@ class Classifiers:
         self.header = json.loads(content[8 : 8 + length])
         self.text, self.room = self.header["__metadata__"]["classifier"], len(content) - length - 8
         self.path = folder / "forged"
-        saving._digest = lambda tensors: ""
+        classifier_file._digest = lambda tensors: ""
 
     def __call__(self, data: bytes) -> None:
         if data[:1] >= b"\x80":
@@ -189,7 +189,7 @@ class Classifiers:
             return
         if type(dtype) is str and type(classes) is list:
             try:
-                array = saving._classes(saving.Labels(dtype, classes))
+                array = classifier_file._classes(classifier_file.Labels(dtype, classes))
             except (ValueError, TypeError, OverflowError):
                 return
             promise(array.tolist() == classes, "labels come as they were written")

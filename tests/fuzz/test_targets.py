@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fewshot_mahalanobis import images as images_module
-from fewshot_mahalanobis import saving
+from fewshot_mahalanobis.checkpoints import classifier_file
 from tests.fuzz.targets import TARGETS
 
 
@@ -16,7 +16,7 @@ from tests.fuzz.targets import TARGETS
 def test_starting_inputs_whole_and_cut_keep_every_promise(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, attribute in ((images_module, "MAX_PIXELS"), (saving, "_digest")):
+    for module, attribute in ((images_module, "MAX_PIXELS"), (classifier_file, "_digest")):
         monkeypatch.setattr(module, attribute, getattr(module, attribute))  # what a target changes comes back
     with warnings.catch_warnings():
         target = TARGETS[name](tmp_path)

@@ -397,10 +397,10 @@ def test_class_gaussians_survive_pickling() -> None:
         ({"beta": float("nan")}, "beta must be positive"),
         ({"beta": float("inf")}, "beta must be positive"),
         ({"one_shot_covariance": "none"}, "'none'"),
-        ({"shared": "pooled"}, 'shared must be "task", "within" or "auto", got .pooled'),
+        ({"shared": "pooled"}, 'shared must be "task" or "within", got .pooled'),
         ({"prior_shots": -1.0}, "prior_shots must be 0 or more"),
         ({"prior_shots": float("nan")}, "prior_shots must be 0 or more"),
-        ({"prior_shots": "many"}, 'prior_shots must be 0 or more, or "auto", got .many'),
+        ({"prior_shots": "many"}, "prior_shots must be 0 or more, got .many"),
     ],
 )
 def test_invalid_settings_are_named(arguments: dict[str, object], message: str) -> None:

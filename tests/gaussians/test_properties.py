@@ -41,7 +41,7 @@ from fewshot_mahalanobis import testing
 from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.inputs import working_dtype
-from fewshot_mahalanobis.gaussians.uncertain_means import MeansSettings
+from fewshot_mahalanobis.gaussians.plda import PldaSettings
 from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.testing import (
     COVARIANCE_PROPERTIES,
@@ -588,7 +588,7 @@ WITHOUT = {
 
 def make_head(name: str, width: int) -> Head[Any]:
     if name == "auto":  # what it chooses is not smooth in the features
-        return AutoHead(MeansSettings(beta=0.8, spread=0.3, freedom=4.0, scale=0.7, shared="within"))
+        return AutoHead(PldaSettings(beta=0.8, spread=0.3, freedom=4.0, scale=0.7, shared="within"))
     if name != "linear":
         return HEADS[name]()
     with torch.random.fork_rng():

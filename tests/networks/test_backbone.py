@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance, SimpleCNAPS, SimpleCNAPSClassifier
 from fewshot_mahalanobis.checkpoints import CheckpointError
-from fewshot_mahalanobis.checkpoints.loading import load_checkpoint
-from fewshot_mahalanobis.gaussians.choose import choose_settings
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+from fewshot_mahalanobis.gaussians.choose import choose_beta
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.heads import EuclideanHead
 from tests.checkpoints.checkpoint_server import Hub, hub_on_this_machine
@@ -118,7 +118,7 @@ def test_logits_are_the_heads_on_those_features_with_beta_chosen_on_the_support_
     # Random networks give nearly equal features: folding's rounding is enough to choose the next beta.
     support, queries = (torch.from_numpy(classifier.transform(x)) for x in (pictures(8), pictures(3, seed=1)))
     codes = torch.from_numpy(np.unique(LABELS, return_inverse=True)[1])
-    beta = choose_settings(CovarianceSettings("auto"), support, codes).ridge
+    beta = choose_beta(CovarianceSettings("auto"), support, codes).ridge
     assert beta != 1.0
     expected = MahalanobisHead(RegularizedCovariance(beta))(support, codes, queries).numpy()
     np.testing.assert_allclose(classifier.decision_function(pictures(3, seed=1)), expected, rtol=1e-3)
@@ -127,7 +127,7 @@ def test_logits_are_the_heads_on_those_features_with_beta_chosen_on_the_support_
 def test_settings_of_the_head_are_those_given_even_where_the_model_has_another_head(network: nn.Module) -> None:
     model = model_on(network, head="euclidean", scale=0.5, beta=0.25, task_covariance=False)
     assert isinstance(model.head, EuclideanHead)
-    head = SimpleCNAPSClassifier(model, head="mahalanobis").fit(pictures(8), LABELS).task_.head
+    head = SimpleCNAPSClassifier(model, head="mahalanobis").fit(pictures(8), LABELS).fitted_head_.head
     assert isinstance(head, MahalanobisHead)
     assert (head.scale, head.covariance.settings.beta, head.covariance.settings.task_covariance) == (0.5, 0.25, False)
 
@@ -154,7 +154,7 @@ def test_a_task_shares_what_it_does_not_fold_and_does_not_follow_a_converted_mod
     task = model.adapt(torch.zeros(4, 3, SIZE, SIZE), torch.tensor([0, 0, 1, 1]))
     ours = {parameter.data_ptr() for parameter in model.feature_extractor.parameters()}
     folds = any(isinstance(module, nn.BatchNorm2d) for module in model.feature_extractor.modules())
-    assert folds or all(parameter.data_ptr() in ours for parameter in task._extractor.parameters())
+    assert folds or all(parameter.data_ptr() in ours for parameter in task.network.extractor.parameters())
     images = torch.ones(1, 3, SIZE, SIZE)
     before = task.features(images)
     model.double()
@@ -164,7 +164,7 @@ def test_a_task_shares_what_it_does_not_fold_and_does_not_follow_a_converted_mod
 def test_bfloat16_runs_under_autocast_and_gives_nearly_the_same_features(network: nn.Module) -> None:
     exact = classifier_on(network, precision="float32").fit(pictures(8), LABELS).transform(pictures(3))
     rough = classifier_on(network, precision="bfloat16").fit(pictures(8), LABELS)
-    assert next(rough.task_._extractor.parameters()).dtype == torch.float32
+    assert next(rough.task_.network.extractor.parameters()).dtype == torch.float32
     assert not np.array_equal(rough.transform(pictures(3)), exact)
     np.testing.assert_allclose(rough.transform(pictures(3)), exact, atol=0.02 * np.abs(exact).max())
 
@@ -310,7 +310,7 @@ def test_the_file_of_a_classifier_on_a_module_says_that_it_needs_the_module(
     fitted: SimpleCNAPSClassifier, tmp_path: Path
 ) -> None:
     fitted.save(tmp_path / "colours.safetensors")
-    with pytest.raises(CheckpointError, match=r"SimpleCNAPSClassifier\.load\(path, backbone=network\)"):
+    with pytest.raises(CheckpointError, match="pass it as backbone=network"):
         SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors")
     with pytest.raises(ValueError, match=r"missing|unexpected|shape"):
         SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", backbone=Returns(lambda features: features))

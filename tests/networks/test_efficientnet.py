@@ -1,8 +1,10 @@
-"""EfficientNet-Lite0: weights from a package of their own, and the checkpoint on it."""
+"""EfficientNet: Lite0, whose weights are in a package of their own, the checkpoint on it, and LITE's B0."""
 
 from __future__ import annotations
 
+import importlib.resources
 import io
+import json
 import pickle
 import sys
 
@@ -12,18 +14,23 @@ import pytest
 import timm
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis.networks import efficientnet
+from fewshot_mahalanobis.checkpoints import CheckpointError
+from fewshot_mahalanobis.networks import efficientnet, folding
 from fewshot_mahalanobis.networks.efficientnet import (
     LITE0,
     LITE_B0,
     PACKAGE,
     EfficientNet,
+    EfficientNetLayers,
     lite0_weights,
     load_in_order_,
 )
-from fewshot_mahalanobis.networks.norms import trace_norms
+from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.norms import affine_norms, default_positions, trace_norms
 from fewshot_mahalanobis.training.meta_train import meta_train
 from fewshot_mahalanobis.training.recipes import MetaTrainRecipe
 
@@ -50,7 +57,7 @@ def fitted(model: SimpleCNAPS) -> SimpleCNAPSClassifier:
 )
 def test_our_networks_are_those_of_timm(name, theirs, sides):
     torch.manual_seed(0)
-    ours, wanted = EfficientNet(name).eval(), timm.create_model(theirs, num_classes=0).eval()
+    ours, wanted = EfficientNetLayers(name == LITE_B0).eval(), timm.create_model(theirs, num_classes=0).eval()
     shapes = [{key: tensor.shape for key, tensor in network.state_dict().items()} for network in (ours, wanted)]
     assert list(shapes[0].items()) == list(shapes[1].items())
     ours.load_state_dict(wanted.state_dict())
@@ -60,6 +67,9 @@ def test_our_networks_are_those_of_timm(name, theirs, sides):
             torch.testing.assert_close(ours(images), wanted(images))
         calls = [trace_norms(network, lambda network=network: network(images)) for network in (ours, wanted)]
     assert calls[0] == calls[1]
+    extractor = EfficientNet(name, positions=None)
+    assert {*extractor.foldable} == {*calls[1].foldable}
+    assert [*extractor.film_positions] == default_positions(calls[1])
 
 
 def test_the_checkpoint_needs_no_timm(monkeypatch):
@@ -110,6 +120,148 @@ def test_onnx_gives_the_same_logits(fitted, tmp_path):
     np.testing.assert_allclose(logits, fitted.decision_function(images), rtol=1e-3, atol=1e-3)
 
 
+def drawn_network(name: str) -> EfficientNet:
+    """Random weights, BatchNorms that have seen something, and FiLM at every one of them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = EfficientNet(name, 64, positions=[*affine_norms(EfficientNetLayers(name == LITE_B0))])
+        for norm in network.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.running_mean.normal_(0.0, 0.1)
+                norm.running_var.uniform_(0.5, 1.5)
+    return network
+
+
+@pytest.fixture(scope="module")
+def lite0() -> EfficientNet:
+    return drawn_network(LITE0)
+
+
+@pytest.fixture(scope="module")
+def film(lite0: EfficientNet) -> Film:
+    rng = torch.Generator().manual_seed(1)
+    widths = lite0.film_positions.items()
+    return Film(
+        {name: (1 + 0.2 * torch.randn(n, generator=rng), 0.1 * torch.randn(n, generator=rng)) for name, n in widths}
+    )
+
+
+def drawn_images(side: int = 64) -> torch.Tensor:
+    return torch.rand(3, 3, side, side, generator=torch.Generator().manual_seed(2)) * 2 - 1
+
+
+def assert_alike(features: torch.Tensor, wanted: torch.Tensor, most: float) -> None:
+    assert float((features - wanted).norm()) < most * float(wanted.norm())
+
+
+@pytest.mark.parametrize("name", [LITE0, LITE_B0])
+@pytest.mark.parametrize("side", [64, 81, 50])
+@pytest.mark.parametrize("fused", [True, False])
+def test_folded_it_computes_what_the_network_does(name, film, side, fused, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(folding, "_fuses", lambda x: False)
+    network, images = drawn_network(name), drawn_images(side)
+    with torch.no_grad():
+        for parameters in (film, None):
+            assert_alike(network.for_inference(parameters)(images), network(images, parameters), 1e-5)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(LITE0, torch.bfloat16), (LITE_B0, torch.float32)])
+def test_bfloat16_features_are_those_of_float32_but_for_rounding(name, dtype, film):
+    network = drawn_network(name)
+    folded = network.for_inference(film, torch.bfloat16)
+    assert {parameter.dtype for parameter in folded.parameters()} == {dtype}
+    with torch.no_grad():
+        features = folded(drawn_images().bfloat16())
+        assert features.dtype == torch.float32
+        wanted = network(drawn_images(), film)
+        assert not torch.equal(features, wanted)
+        assert_alike(features, wanted, 0.05)
+
+
+def test_a_gradient_reaches_the_images_through_it(lite0, film):
+    gradients = []
+    for network, arguments in ((lite0.for_inference(film), ()), (lite0, (film,))):
+        images = drawn_images().requires_grad_()
+        network(images, *arguments).square().sum().backward()
+        gradients.append(images.grad)
+    assert_alike(*gradients, 1e-3)
+
+
+def test_a_position_that_is_no_batch_norm_is_refused():
+    with pytest.raises(ValueError, match=r"FiLM cannot follow 'blocks\.9'"):
+        SimpleCNAPS.from_backbone(LITE0, adaptation="film", positions=["blocks.9"])
+    with pytest.raises(ValueError, match="'efficientnet-lite0' or 'lite-efficientnet-b0', not 'lite1'"):
+        EfficientNet("lite1")
+
+
+def test_mean_and_std_of_a_known_network_are_not_arguments():
+    with pytest.raises(ValueError, match="leave out mean and std"):
+        SimpleCNAPS.from_backbone(LITE0, mean=(0.5,) * 3)
+
+
+@pytest.mark.parametrize("name", [LITE0, LITE_B0])
+def test_files_of_before_0_1_0_that_describe_it_as_a_network_of_timm_are_read(name, tmp_path):
+    if name == LITE0:
+        model = SimpleCNAPS.from_backbone(LITE0, image_size=64, adaptation="film")
+    else:
+        backbone = EfficientNet.of_weights(LITE_B0, EfficientNetLayers(True).state_dict(), 64, None)
+        model = SimpleCNAPS(image_size=64, backbone=backbone).eval()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    new = config["backbone"]
+    assert new == {"network": name, "positions": [*model.feature_extractor.film_positions]}
+    half = [0.5, 0.5, 0.5]
+    config["backbone"] = {"timm": name, "features": 1280, "mean": half, "std": half, "positions": new["positions"]}
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "feature_extractor.fingerprint": torch.zeros(1280)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="unexpected"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = load_checkpoint(tmp_path)
+    assert again.config == model.config
+    images = drawn_images()
+    with torch.no_grad():
+        assert torch.equal(again.feature_extractor(images), model.feature_extractor(images))
+
+
+def test_features_are_those_that_the_embedded_checkpoint_recorded(model):
+    """Its file is of before 0.1.0: in it are the features of a test image, as a fingerprint of the network."""
+    folder = importlib.resources.files("fewshot_mahalanobis.checkpoints") / LITE0
+    with importlib.resources.as_file(folder) as path:
+        recorded = load_file(path / "model.safetensors")["feature_extractor.fingerprint"]
+    waves = torch.sin(torch.arange(3 * 160 * 160, dtype=torch.float64).sqrt() * 3).float().view(1, 3, 160, 160)
+    with torch.no_grad():
+        assert_alike(model.feature_extractor(waves)[0], recorded, 1e-3)
+    assert not any(name.startswith("feature_extractor.") for name in model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"network": "efficientnet-lite9"}, r"Invalid enum value 'efficientnet-lite9' - at `\$\.backbone\.network`"),
+        ({"timm": LITE0}, r"unknown field `timm` - at `\$\.backbone`"),
+        ({"positions": []}, r"length >= 1 - at `\$\.backbone\.positions`"),
+        ({"positions": ["bn9"]}, "FiLM cannot follow 'bn9'"),
+        ({"positions": ["bn1"]}, "missing|unexpected"),
+    ],
+)
+def test_a_hostile_description_of_it_is_refused(change, message, model, tmp_path):
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["backbone"].update(change)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path)
+
+
+def test_it_takes_no_other_network(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    for network in (nn.Flatten(), model):
+        with pytest.raises(CheckpointError, match="takes no other"):
+            load_checkpoint(tmp_path, backbone=network)
+
+
 def test_without_the_package_the_error_names_it(monkeypatch):
     def absent(name: str) -> None:
         raise efficientnet.PackageNotFoundError(name)
@@ -127,7 +279,7 @@ def test_other_weights_than_the_known_ones_are_refused(monkeypatch):
 
 def test_weights_of_another_network_are_refused():
     with pytest.raises(ValueError, match="not weights of a Linear"):
-        load_in_order_(torch.nn.Linear(2, 3), {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)})
+        load_in_order_(nn.Linear(2, 3), {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)})
 
 
 def test_meta_training_on_a_network_by_name_learns_set_encoder_generator_and_scale(tmp_path):

@@ -46,7 +46,7 @@ def test_published_figures_are_reproduced(model, case):
     task = model.adapt(images["support"], torch.from_numpy(golden["support_labels"]))
     for ours, name in (
         (unfolded, "support"),
-        (task.support_features, "support"),
+        (task.fitted_head.support.adapted, "support"),
         (task.features(images["query"]), "query"),
     ):
         assert relative_to_longest(ours, golden[f"{name}_features"]) < 2e-5

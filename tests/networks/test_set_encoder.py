@@ -35,13 +35,13 @@ def plain(encoder: SetEncoder, x: torch.Tensor) -> torch.Tensor:
     return x.mean(dim=(2, 3)).mean(dim=0)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 3, 7, 20])
+@pytest.mark.parametrize("batch_size", [None, 1, 3, 7, 20])
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("size", [40, 33])
-def test_statistics_are_those_of_the_whole_set_whatever_the_chunk(encoder, chunk_size, mode, size):
+def test_statistics_are_those_of_the_whole_set_whatever_the_chunk(encoder, batch_size, mode, size):
     encoder.train(mode)
     with torch.no_grad():
-        z = encoder(images(7, size), chunk_size)
+        z = encoder(images(7, size), batch_size)
         assert z.shape == (64,)
         torch.testing.assert_close(z.double(), plain(encoder, images(7, size)), rtol=1e-4, atol=1e-5)
 
@@ -74,11 +74,11 @@ def test_chunks_bound_the_memory_of_a_large_set(encoder):
     assert largest == 4 * 64 * 40 * 40  # the unpooled maps of a chunk
 
 
-@pytest.mark.parametrize("chunk_size", [None, 2])
-def test_order_of_the_support_set_does_not_matter(encoder, chunk_size):
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_order_of_the_support_set_does_not_matter(encoder, batch_size):
     with torch.no_grad():
         torch.testing.assert_close(
-            encoder(images(6).flip(0), chunk_size), encoder(images(6), chunk_size), rtol=1e-5, atol=1e-6
+            encoder(images(6).flip(0), batch_size), encoder(images(6), batch_size), rtol=1e-5, atol=1e-6
         )
 
 
@@ -100,9 +100,9 @@ def test_gradients_reach_every_parameter(encoder):
     )
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 3])
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
 @pytest.mark.parametrize("size", [40, 33])
-def test_gradients_are_those_of_the_definition_whatever_the_chunk(encoder, chunk_size, size):
+def test_gradients_are_those_of_the_definition_whatever_the_chunk(encoder, batch_size, size):
     support = images(7, size).requires_grad_()
     inputs = [
         support,
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_the_definition_whatever_the_chunk(encoder, chunk
     ]
     weights = torch.randn(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = torch.autograd.grad((plain(encoder, support) * weights).sum(), inputs)
-    found = torch.autograd.grad((encoder(support, chunk_size).double() * weights).sum(), inputs)
+    found = torch.autograd.grad((encoder(support, batch_size).double() * weights).sum(), inputs)
     for ours, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, wanted.to(ours.dtype), rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import EuclideanHead, SimpleCNAPS
+from fewshot_mahalanobis.networks.task import AdaptedTask
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 VARIANTS = [
     {},
@@ -51,7 +54,7 @@ def test_every_variant_of_the_paper_is_a_setting_and_adapting_equals_the_forward
     assert expected.shape == (4, 3)
     task = model.adapt(support, labels)
     torch.testing.assert_close(task.logits(query), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-    assert (task.film is None) == (config.get("adaptation") == "none")
+    assert (task.network.film is None) == (config.get("adaptation") == "none")
 
 
 def test_forward_and_adapt_leave_every_module_s_state_untouched(model):
@@ -133,16 +136,14 @@ def test_results_do_not_depend_on_the_number_of_threads(model):
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5 * float(results[0].abs().max()))
 
 
-def test_refit_keeps_the_adaptation_and_leaves_the_first_task_alone(model):
+def test_a_second_head_on_the_adapted_network_leaves_the_first_task_alone(model):
     support, labels, query = episode()
     task = model.adapt(support, labels)
     before = task.logits(query)
     more = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)) * 2 - 1
-    both = task.refit(
-        torch.cat([task.support_features, task.features(more)]), torch.cat([labels, torch.tensor([3, 3])])
-    )
-    assert both.film is task.film
-    assert both.logits(query).shape == (4, 4)
+    features = Features.joined([task.fitted_head.support, Features(task.features(more))])
+    wider = FittedHead.fit(task.fitted_head.head, features, torch.cat([labels, torch.tensor([3, 3])]))
+    assert AdaptedTask(task.network, wider).logits(query).shape == (4, 4)
     assert torch.equal(task.logits(query), before)
 
 
@@ -160,7 +161,7 @@ def test_bfloat16_features_are_close_to_float32(model):
     support, labels, query = episode()
     exact = model.adapt(support, labels)
     rough = model.adapt(support, labels, dtype=torch.bfloat16)
-    assert rough.support_features.dtype == torch.float32
+    assert rough.fitted_head.support.adapted.dtype == torch.float32
     error = (rough.features(query) - exact.features(query)).norm() / exact.features(query).norm()
     assert error < 0.02
 

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from fewshot_mahalanobis import SimpleCNAPS
-from fewshot_mahalanobis.checkpoints import read_checkpoint
+from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.evaluation import evaluate_source
-from fewshot_mahalanobis.heads import MahalanobisHead
-from fewshot_mahalanobis.networks.transductive import TransductiveHead
+from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.heads import TransductiveHead
 from tests.checkpoints.models import same_weights
 
 
@@ -60,7 +59,7 @@ def naive_logits(x, labels, queries):
 def test_head_equals_a_plain_loop(seed):
     generator = torch.Generator().manual_seed(seed)
     x, queries = (torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in (5, 7))
-    logits = TransductiveHead(MahalanobisHead())(x, LABELS, queries)
+    logits = TransductiveHead(CovarianceSettings(), 1.0)(x, LABELS, queries)
     torch.testing.assert_close(logits, naive_logits(x, LABELS, queries), rtol=1e-9, atol=1e-9)
 
 
@@ -79,9 +78,10 @@ def test_task_representation_is_the_lstm_of_support_and_queries(model, images):
 def test_adapting_without_queries_takes_the_support_set_for_them(model, images):
     alone = model.adapt(images[:5], LABELS)
     stated = model.adapt(images[:5], LABELS, query_images=images[:5])
-    assert torch.equal(alone.support_features, stated.support_features)
+    assert torch.equal(alone.fitted_head.support.adapted, stated.fitted_head.support.adapted)
     assert not torch.equal(
-        alone.support_features, model.adapt(images[:5], LABELS, query_images=images[5:]).support_features
+        alone.fitted_head.support.adapted,
+        model.adapt(images[:5], LABELS, query_images=images[5:]).fitted_head.support.adapted,
     )
 
 
@@ -95,7 +95,7 @@ def test_every_trained_parameter_has_a_gradient(model, images):
 
 def test_checkpoint_comes_back_and_old_settings_lack_the_key(model, tmp_path):
     model.save_pretrained(tmp_path)
-    loaded = read_checkpoint(tmp_path, SimpleCNAPS)
+    loaded = load_checkpoint(tmp_path)
     assert same_weights(loaded, model)
     assert loaded.is_transductive
     assert "task_encoder" not in SimpleCNAPS().config

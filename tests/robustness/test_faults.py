@@ -26,17 +26,16 @@ import pytest
 import torch
 from torch import nn
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint, saving
+from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis import classifier as classifier_module
 from fewshot_mahalanobis import images as images_module
-from fewshot_mahalanobis.checkpoints import CheckpointError, authors_weights, save_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, published, save_checkpoint
 from fewshot_mahalanobis.checkpoints import download as download_module
-from fewshot_mahalanobis.checkpoints import format as format_module
-from fewshot_mahalanobis.checkpoints import loading as loading_module
-from fewshot_mahalanobis.checkpoints.authors_weights import CACHE_VARIABLE
+from fewshot_mahalanobis.checkpoints import folder as folder_module
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE
-from fewshot_mahalanobis.checkpoints.table import CHECKPOINTS
-from fewshot_mahalanobis.networks import adapted_task
+from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
+from fewshot_mahalanobis.networks import task
 from tests.checkpoints.checkpoint_server import Server, git_blob_id, send
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 
@@ -104,11 +103,11 @@ def test_ctrl_c_at_any_line_leaves_the_old_fitted_state_or_the_new_one(method: s
             unchanged += 1
             assert (classifier.decision_function(queries) == answer).all()
         else:  # whole: every fitted array belongs to the same new task
-            assert not any(kept[name] for name in ("task_", "classes_", "class_counts_"))
+            assert not kept["task_"]
             assert kept["model_"]  # the module that was given, which nothing changes
             assert classifier.decision_function(queries).shape[:1] == (5,)
-            assert len(after["classes_"]) == len(after["class_counts_"]) == (2 if method == "fit" else 5)
-            assert after["class_counts_"].sum() == len(after["task_"].support_labels)
+            assert len(classifier.classes_) == len(classifier.class_counts_) == (2 if method == "fit" else 5)
+            assert classifier.class_counts_.sum() == len(classifier.fitted_head_.labels)
             vars(classifier).update(before)
         if done:
             break
@@ -137,16 +136,16 @@ def test_an_interrupt_signal_while_images_are_decoded_ends_the_threads_and_chang
 ) -> None:
     classifier, queries = tiny_classifier(batch_size=4), pictures(40, 2)
     before, answer, threads = fitted_state(classifier), classifier.predict(queries), threading.active_count()
-    decode = images_module._decode_one
+    decode = images_module._decode_item
 
-    def interrupting(images: Any, index: int, *rest: Any) -> Any:
+    def interrupting(item: Any, index: int, *rest: Any) -> Any:
         if index == 9:
             os.kill(os.getpid(), signal.SIGINT)
-        return decode(images, index, *rest)
+        return decode(item, index, *rest)
 
     labels = [["a", "b"][i % 2] for i in range(40)]
     with monkeypatch.context() as patch:
-        patch.setattr(images_module, "_decode_one", interrupting)
+        patch.setattr(images_module, "_decode_item", interrupting)
         with pytest.raises(KeyboardInterrupt):
             getattr(classifier, method)(queries, *([labels] if "fit" in method else []))
     gc.collect()
@@ -164,7 +163,7 @@ def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path, monkeypatch: py
         temporary.write_bytes(b"half of it")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(saving, "save_file", half_then_killed)
+    monkeypatch.setattr(classifier_file, "save_file", half_then_killed)
     process = forked(tiny_classifier().save, path)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -189,7 +188,7 @@ def test_a_kill_at_any_step_of_saving_a_checkpoint_never_mixes_old_and_new(
             os.kill(os.getpid(), signal.SIGKILL)
         replace(*arguments)
 
-    monkeypatch.setattr(format_module.os, "replace", killed)
+    monkeypatch.setattr(folder_module.os, "replace", killed)
     process = forked(lambda: save_checkpoint(model, tmp_path, card="new"))
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -216,15 +215,14 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
         (folder / "model.safetensors").write_bytes(model.numpy().tobytes())
         (folder / "config.json").write_text("{}")
 
-    def read(folder: Path, model_class: object) -> bytes:
+    def read(folder: Path) -> bytes:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is not whole")
         return (folder / "model.safetensors").read_bytes()
 
-    converter = SimpleNamespace(from_published_state_dict=lambda state_dict, image_size: state_dict["weights"])
-    monkeypatch.setattr(loading_module, "SimpleCNAPS", converter)
-    monkeypatch.setattr(authors_weights, "save_checkpoint", save)
-    monkeypatch.setattr(authors_weights, "read_checkpoint", read)
+    monkeypatch.setattr(published, "model_from_published_state_dict", lambda weights, image_size: weights["weights"])
+    monkeypatch.setattr(published, "save_checkpoint", save)
+    monkeypatch.setattr(published, "read_checkpoint", read)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(LOCAL_COPIES_VARIABLE, raising=False)
     monkeypatch.setattr(download_module, "TIMEOUT", (5.0, 5.0))
@@ -276,7 +274,7 @@ def test_a_kill_in_mid_conversion_leaves_a_cache_that_works_without_another_down
         os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(authors_weights, "save_checkpoint", half_then_killed)
+        patch.setattr(published, "save_checkpoint", half_then_killed)
         process = forked(load_checkpoint, NAME)
         process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -300,7 +298,6 @@ def test_offline_with_a_warm_cache_no_connection_is_attempted(
         monkeypatch.setattr(socket.socket, name, refused)
     monkeypatch.setattr(socket, "getaddrinfo", refused)
     assert load_checkpoint(NAME) == light.expected  # type: ignore[comparison-overlap]
-    monkeypatch.setattr(loading_module, "SimpleCNAPS", SimpleCNAPS)
     assert load_checkpoint("default").config["adaptation"] == "film"
     assert attempts == []
 
@@ -419,8 +416,8 @@ def test_a_cpu_has_a_bounded_number_of_pixels_in_the_network_whatever_the_batch_
 ) -> None:
     for batch_size, parts in ((64, [32, 18]), (20, [20, 20, 10])):
         classifier = tiny_classifier(batch_size=batch_size)
-        monkeypatch.setattr(adapted_task, "MAX_CPU_PIXELS", 32 * classifier.model_.image_size**2)
-        network = classifier.task_._extractor
+        monkeypatch.setattr(task, "MAX_CPU_PIXELS", 32 * classifier.model_.image_size**2)
+        network = classifier.task_.network.extractor
         network.batches.clear()
         features = classifier.transform(pictures(50, 2))
         assert network.batches == parts
@@ -430,7 +427,7 @@ def test_a_cpu_has_a_bounded_number_of_pixels_in_the_network_whatever_the_batch_
 
 def test_queries_that_do_not_fit_into_cuda_memory_are_halved_with_one_warning() -> None:
     classifier, queries = tiny_classifier(batch_size=16), pictures(50, 2)
-    expected, network = classifier.decision_function(queries), classifier.task_._extractor
+    expected, network = classifier.decision_function(queries), classifier.task_.network.extractor
     network.largest_batch = 5
     for method, answer in (("decision_function", expected), ("predict", classifier.classes_[expected.argmax(axis=1)])):
         network.batches.clear()
@@ -460,10 +457,10 @@ def test_a_support_set_that_does_not_fit_into_cuda_memory_is_halved_with_one_war
 def test_an_image_that_does_not_fit_alone_is_an_error_that_changes_nothing() -> None:
     classifier, queries = tiny_classifier(), pictures(5, 2)
     before, answer = fitted_state(classifier), classifier.decision_function(queries)
-    classifier.task_._extractor.largest_batch = 0
+    classifier.task_.network.extractor.largest_batch = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         classifier.partial_fit(queries, LABELS[:5])
-    classifier.task_._extractor.largest_batch = 99
+    classifier.task_.network.extractor.largest_batch = 99
     assert all(getattr(classifier, name) is value for name, value in before.items())
     assert (classifier.decision_function(queries) == answer).all()
 

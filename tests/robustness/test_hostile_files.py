@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint, saving
-from fewshot_mahalanobis.checkpoints import CheckpointError, read_checkpoint, save_checkpoint
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, save_checkpoint
 from fewshot_mahalanobis.data.sources import load_source
 
 SIZE = 32
@@ -98,7 +98,7 @@ class Forgery:
 @pytest.fixture
 def forgery(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forgery:
     forged = Forgery(saved, tmp_path / "forged.safetensors")
-    monkeypatch.setattr(saving, "_digest", lambda tensors: forged.json["digest"])
+    monkeypatch.setattr(classifier_file, "_digest", lambda tensors: forged.json["digest"])
     return forged
 
 
@@ -136,7 +136,7 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
 @pytest.mark.parametrize(
     ("where", "name", "value", "message"),
     [
-        ((), "version", 3, "newer version .* upgrade"),
+        ((), "version", 4, "newer version .* upgrade"),
         ((), "version", True, r"\.version"),
         ((), "version", "1", r"\.version"),
         ((), "version", ..., "missing required field `version`"),
@@ -161,12 +161,19 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
         (("parameters",), "verbose", None, r"\.parameters\.verbose"),
         (("parameters",), "precision", "float64", "precision must be"),
         (("parameters",), "head", 3, r"\.parameters\.head"),
-        (("parameters",), "head", "oracle", "head must be one of"),
-        (("parameters",), "head", "linear", "no trained linear head"),
-        (("parameters",), "head", {}, "missing required field `scale`"),
-        (("parameters",), "head", {"scale": "1", "covariance": [1.0, True, "zero"]}, r"\.head\.scale"),
-        (("parameters",), "head", {"scale": 1.0, "covariance": [0.0, True, "zero"]}, "does not fit together"),
-        (("parameters",), "head", {"scale": 1.0, "covariance": [1.0] * 9}, r"\.head\.covariance"),
+        (("parameters",), "head", {"name": "oracle"}, "head must be one of"),
+        ((), "precision", "float64", "precision must be"),
+        ((), "precision", None, r"\.precision"),
+        (("fitted",), "head", 3, r"\.fitted\.head"),
+        (("fitted",), "head", "oracle", "head must be one of"),
+        (("fitted",), "head", "linear", "no trained linear head"),
+        (("fitted",), "head", {}, "head must be one of"),
+        (("fitted",), "head", {"name": "linear"}, "does not fit together"),
+        (("fitted",), "head", {"name": "cosine", "scale": 1.0}, "unexpected keyword argument 'scale'"),
+        (("fitted",), "head", {"name": "mahalanobis", "scale": "1", "covariance": {}}, "does not fit together"),
+        (("fitted",), "head", {"name": "mahalanobis", "scale": 1.0, "covariance": [1.0] * 9}, "does not fit together"),
+        (("fitted",), "head", {"name": "mahalanobis", "scale": 1.0, "covariance": {"beta": 0.0}}, "beta must be"),
+        (("fitted",), "settled", {"name": "auto", "settings": {"beta": "1"}}, "does not fit together"),
         (("parameters",), "checkpoint", "/etc", "unknown field `checkpoint`"),
         (("parameters",), "temperature", 0.0, "temperature must be positive"),
         (("parameters",), "temperature", float("inf"), "temperature must be positive"),
@@ -174,14 +181,14 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
         (("parameters",), "temperature", None, r"\.parameters\.temperature"),
         (("parameters",), "false_rejection_rate", 1.0, "between 0 and 1"),
         (("parameters",), "false_rejection_rate", float("nan"), "between 0 and 1"),
-        (("parameters",), "unknown_label", "grey", "a threshold of None"),
+        (("fitted",), "unknown_label", "grey", "a threshold of None"),
         (("parameters",), "unknown_label", ["grey"], r"\.parameters\.unknown_label"),
-        ((), "calibration", {"temperature": 1.0}, "missing required field `threshold`"),
-        (("calibration",), "temperature", -1.0, "a temperature of -1.0"),
-        (("calibration",), "temperature", float("nan"), "a temperature of nan"),
-        (("calibration",), "temperature", True, r"\.calibration\.temperature"),
-        (("calibration",), "threshold", 1.0, "a threshold of 1.0"),
-        (("calibration",), "threshold", "1", r"\.calibration\.threshold"),
+        ((), "fitted", {"temperature": 1.0}, "missing required field `head`"),
+        (("fitted",), "temperature", -1.0, "a temperature of -1.0"),
+        (("fitted",), "temperature", float("nan"), "a temperature of nan"),
+        (("fitted",), "temperature", True, r"\.fitted\.temperature"),
+        (("fitted",), "threshold", 1.0, "a threshold of 1.0 with unknown_label=None"),
+        (("fitted",), "threshold", "1", r"\.fitted\.threshold"),
         (("labels",), "dtype", 3, r"\.labels\.dtype"),
         (("labels",), "dtype", "nonsense", "does not fit together"),
         (("labels",), "dtype", "<U500000000", "labels of type"),
@@ -192,8 +199,8 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
         (("labels",), "dtype", "<U3", "not sorted, not different or not of type"),
         (("labels",), "dtype", "<i8", "does not fit together"),
         (("labels",), "classes", "abc", r"\.labels\.classes"),
-        (("labels",), "classes", ["blue", "green"], "2 labels for 3 classes"),
-        (("labels",), "classes", ["blue", "green", "red", "white"], "4 labels for 3 classes"),
+        (("labels",), "classes", ["blue", "green"], "2 labels for the classes of 5 support images"),
+        (("labels",), "classes", ["blue", "green", "red", "white"], "4 labels for the classes of 5"),
         (("labels",), "classes", ["red", "green", "blue"], "not sorted"),
         (("labels",), "classes", ["blue", "blue", "red"], "not different"),
         (("labels",), "classes", ["blue", "green", None], "does not fit together"),
@@ -230,16 +237,15 @@ def test_a_wrong_field_is_refused_without_memory_for_it(
     [
         ("red", 1.0, "is the label of a class"),
         (7, 1.0, "not of the type of the labels"),
-        ("grey", float("inf"), "a threshold of inf"),
+        ("grey", float("inf"), "threshold of the outlier score must be finite"),
         ("grey" * 1000, 1.0, "an unknown_label of 4000 characters"),
     ],
 )
 def test_an_answer_for_unknown_images_that_cannot_be_is_refused(
     unknown: Any, threshold: float, message: str, forgery: Forgery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "MAX_LABEL_BYTES", 2**12)
-    forgery.json["parameters"]["unknown_label"] = unknown
-    forgery.json["calibration"]["threshold"] = threshold
+    monkeypatch.setattr(classifier_file, "MAX_LABEL_BYTES", 2**12)
+    forgery.json["fitted"] |= {"unknown_label": unknown, "threshold": threshold}
     assert_refused(forgery.write(), message)
 
 
@@ -390,7 +396,7 @@ def test_a_number_that_no_float_holds_or_no_method_takes_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config).replace('"here"', value))
     os.link(checkpoint / "model.safetensors", tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_checkpoint(tmp_path, SimpleCNAPS)
+        load_checkpoint(tmp_path)
 
 
 def test_a_file_of_many_empty_tensors_is_refused_by_their_number(checkpoint: Path, tmp_path: Path) -> None:
@@ -399,7 +405,7 @@ def test_a_file_of_many_empty_tensors_is_refused_by_their_number(checkpoint: Pat
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="missing") as caught:
-        read_checkpoint(tmp_path, SimpleCNAPS)
+        load_checkpoint(tmp_path)
     assert len(str(caught.value)) < 1000
 
 

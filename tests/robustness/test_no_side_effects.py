@@ -50,7 +50,7 @@ from fewshot_mahalanobis import (
     load_folder,
 )
 from fewshot_mahalanobis import classifier as classifier_module
-from fewshot_mahalanobis.checkpoints.format import save_checkpoint
+from fewshot_mahalanobis.checkpoints.folder import save_checkpoint
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.evaluation import Variant, evaluate_source
 from fewshot_mahalanobis.heads import HEADS, LinearHead
@@ -247,12 +247,12 @@ def fitted_vectors(world: World, folder: Path) -> Any:
 
 def fitted_images(world: World, folder: Path) -> Any:
     classifier = SimpleCNAPSClassifier(world.model, device="cpu").fit(world.images, world.names)
-    return classifier.task_.support_features, classifier.classes_, classifier.class_counts_
+    return classifier.fitted_head_.support.adapted, classifier.classes_, classifier.class_counts_
 
 
 def partly_fitted_images(world: World, folder: Path) -> Any:
     classifier = classifier_of(world).partial_fit(random_images(2, seed=3), ["d", "a"])
-    return classifier.task_.support_features, classifier.classes_, classifier.class_counts_
+    return classifier.fitted_head_.support.adapted, classifier.classes_, classifier.class_counts_
 
 
 def saved(world: World, folder: Path) -> Any:
@@ -314,9 +314,9 @@ def from_published(world: World, folder: Path) -> Any:
 def adapted(world: World, folder: Path) -> Any:
     task = world.model.adapt(images_of(world), codes_of(world))
     return (
-        task.support_features,
+        task.fitted_head.support.adapted,
         task.logits(images_of(world)[:2]),
-        task.refit(task.support_features, codes_of(world))._state.means,
+        task.fitted_head.state.means,
     )
 
 
@@ -397,7 +397,12 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_leaves_the_process_as_it_was_and_repeats_to_the_bit(name: str, world: World, tmp_path: Path) -> None:
     call = CALLS[name]
-    fitted = [world.fitted.model_, world.fitted.task_.support_features, world.fitted.classes_, world.vectors.means_]
+    fitted = [
+        world.fitted.model_,
+        world.fitted.fitted_head_.support.adapted,
+        world.fitted.classes_,
+        world.vectors.means_,
+    ]
     arguments = [world.features, world.labels, world.queries, world.model, world.images, *fitted]
     before = bits(arguments)
     (tmp_path / "first").mkdir()

@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import load_checkpoint
-from fewshot_mahalanobis.checkpoints import loading
+from fewshot_mahalanobis.checkpoints import load
 from fewshot_mahalanobis.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.episodes.sampling import FixedEpisodes, episode_rng
-from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0
+from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.training import meta_train as meta_training
@@ -197,7 +196,7 @@ def test_the_features_of_a_teacher_are_standardised_over_the_batch(folder):
     images = load_source(folder, size=40).network_input(range(12))
     features = Teacher(LITE0, 32, torch.float32)(images)
     resized = F.interpolate(images, (32, 32), mode="bilinear", antialias=True)
-    raw = Backbone.from_timm(LITE0, image_size=32)(resized)
+    raw = EfficientNet.pretrained(32)(resized)
     torch.testing.assert_close(
         features, (raw - raw.mean(0)) / (raw.var(0, correction=0) + 1e-5).sqrt(), rtol=1e-3, atol=1e-3
     )
@@ -349,7 +348,7 @@ def test_the_backbone_may_be_that_of_a_checkpoint(folder, backbone, tmp_path):
 def test_a_checkpoint_on_another_network_gives_no_backbone(folder, backbone, monkeypatch):
     other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 4))
     other = SimpleCNAPS.from_backbone(other, image_size=32, mean=(0.5,) * 3, std=(0.5,) * 3)
-    monkeypatch.setattr(loading, "load_checkpoint", lambda name: other)
+    monkeypatch.setattr(load, "load_checkpoint", lambda name: other)
     with pytest.raises(ValueError, match="'other' is no FilmResNet18"):
         meta_training.starting_model(replace(meta_recipe(folder, backbone), backbone="other"))
 

@@ -1,0 +1,199 @@
+"""A model from its settings and its weights: what a checkpoint folder and a saved classifier have in common.
+
+A model is first made without memory for its weights (on PyTorch's "meta" device). So a file is compared with what the
+model needs before any memory is spent on it, and no random number is drawn for weights that are replaced at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.efficientnet import LITE0, LITE_B0, EfficientNet
+from fewshot_mahalanobis.networks.pretrained import is_timm_name, timm_network
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+
+Colours = Annotated[list[float], msgspec.Meta(min_length=3, max_length=3)]
+Positions = Annotated[list[str], msgspec.Meta(min_length=1)]
+Description = TypeVar("Description")
+
+#: Before 0.1.0, files had an EfficientNet as a network of timm, with this tensor that nothing needs.
+_FINGERPRINT = "feature_extractor.fingerprint"
+
+
+class BackboneSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """``Backbone.description``."""
+
+    timm: Annotated[str, msgspec.Meta(max_length=200)] | None
+    features: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    mean: Colours
+    std: Colours
+    positions: Positions | msgspec.UnsetType = msgspec.UNSET
+
+
+class EfficientNetSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """``EfficientNet.description``."""
+
+    network: Literal["efficientnet-lite0", "lite-efficientnet-b0"]
+    positions: Positions | msgspec.UnsetType = msgspec.UNSET
+
+
+class ModelSettings(msgspec.Struct, Generic[Description], forbid_unknown_fields=True):
+    """``SimpleCNAPS.config``: the arguments of the model, the backbone by its description."""
+
+    adaptation: str
+    head: str
+    scale: float
+    beta: float | str
+    task_covariance: bool
+    one_shot_covariance: str
+    projection: bool
+    image_size: int
+    encoder_size: int | msgspec.UnsetType = msgspec.UNSET
+    task_encoder: str | msgspec.UnsetType = msgspec.UNSET
+    backbone: Description | msgspec.UnsetType = msgspec.UNSET
+
+
+def checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the settings of a model if every one is there, of its type, and nothing else is.
+
+    Parameters
+    ----------
+    config : mapping
+        ``SimpleCNAPS.config``, or what a file has in its place.
+    source : str
+        Where it comes from, for the message.
+
+    Raises
+    ------
+    CheckpointError
+        A setting is missing, unknown or of another type. Whether its value is in range is for the model to say.
+    """
+    backbone = config.get("backbone")
+    kind = EfficientNetSettings if isinstance(backbone, Mapping) and "network" in backbone else BackboneSettings
+    try:
+        settings: dict[str, Any] = msgspec.to_builtins(msgspec.convert(config, ModelSettings[kind]))  # type: ignore[valid-type]
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise CheckpointError(f"{source}: {error}") from error
+    if _is_older_efficientnet(settings):
+        older = settings["backbone"]
+        positions = {"positions": older["positions"]} if "positions" in older else {}
+        settings["backbone"] = {"network": older["timm"], **positions}
+    return settings
+
+
+def _is_older_efficientnet(config: Mapping[str, Any]) -> bool:
+    return config.get("backbone", {}).get("timm") in (LITE0, LITE_B0)
+
+
+def model_without_weights(
+    config: Mapping[str, Any], source: str, backbone: SimpleCNAPS | nn.Module | None = None
+) -> SimpleCNAPS:
+    """Make the model that settings describe; :func:`fill` gives it weights and memory.
+
+    Parameters
+    ----------
+    config : mapping
+        As for :func:`checked_settings`.
+    source : str
+        Where it comes from, for the message.
+    backbone : nn.Module, optional
+        The network of a checkpoint whose backbone is the user's own, or a model with that backbone. A copy is used.
+
+    Raises
+    ------
+    CheckpointError
+        The settings are not those of a model, the network is missing or not needed, or timm does not know it.
+    ImportError
+        The backbone is one of timm's, and timm is absent.
+    """
+    settings = checked_settings(config, source)
+    description = settings.pop("backbone", None)
+    if isinstance(backbone, SimpleCNAPS):
+        extractor: Any = backbone.feature_extractor
+        backbone = getattr(extractor, "network", extractor)
+    any_network = description is not None and "timm" in description
+    if backbone is not None and not any_network:
+        raise CheckpointError(f"{source}: this is Simple CNAPS on its own network: it takes no other")
+    if backbone is None and any_network and description["timm"] is None:
+        raise CheckpointError(
+            f"{source}: the backbone is a custom network, whose code is in no file: pass it as backbone=network"
+        )
+    try:
+        if description is not None:
+            settings["backbone"] = _extractor(description, settings["image_size"], backbone)
+        with torch.device("meta"):
+            return SimpleCNAPS(**settings)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+
+
+def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Module | None) -> Backbone | EfficientNet:
+    """Make what a description describes, its weights yet to be loaded; a copy of ``network`` is used."""
+    positions = description.get("positions", ())
+    if description.get("network") == LITE0:
+        return EfficientNet.pretrained(image_size, positions)
+    if "network" in description:
+        with torch.device("meta"):
+            return EfficientNet(description["network"], image_size, positions)
+    timm = description["timm"]
+    if network is not None:
+        network = copy.deepcopy(network).float()
+    elif not is_timm_name(timm):  # a file could name "hf-hub:..." or "local-dir:...", which timm would fetch and read
+        raise ValueError(f"this version of timm has no network {timm!r}: upgrade timm")
+    else:
+        with torch.device("meta"):
+            network = timm_network(timm, image_size, pretrained=False)
+    return Backbone(
+        network,
+        description["features"],
+        image_size=image_size,
+        mean=description["mean"],
+        std=description["std"],
+        timm=timm,
+        positions=positions,
+    )
+
+
+def stored_weights(model: SimpleCNAPS, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights that a file with these settings holds: names, shapes and types."""
+    weights = model.state_dict()
+    if _is_older_efficientnet(config):
+        weights[_FINGERPRINT] = torch.empty(model.feature_extractor.out_features, device="meta")
+    return weights
+
+
+def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
+    """Give a model of :func:`model_without_weights` its weights, and set evaluation mode.
+
+    Parameters
+    ----------
+    model : SimpleCNAPS
+    weights : mapping of str to Tensor
+        Those of :func:`stored_weights`, in their shapes. The model takes the tensors themselves, floating-point ones in
+        float32.
+
+    Raises
+    ------
+    ValueError
+        The backbone computes other features than the one that was saved.
+    """
+    backbone = model.feature_extractor
+    weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in weights.items()}
+    if isinstance(backbone, EfficientNet):
+        weights.pop(_FINGERPRINT, None)
+    elif isinstance(backbone, Backbone) and any(parameter.is_meta for parameter in backbone.network.parameters()):
+        network = timm_network(str(backbone.timm), backbone.image_size, pretrained=False)  # now with memory
+        backbone.network = network.requires_grad_(False).eval()
+    model.load_state_dict(weights, assign=True)
+    cast(nn.Module, model.feature_extractor).requires_grad_(False)
+    if isinstance(backbone, Backbone):
+        backbone.check_fingerprint()
+    return model.eval()

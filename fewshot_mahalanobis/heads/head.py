@@ -1,0 +1,161 @@
+"""What every head is: support features and labels in, logits of query features out.
+
+    logits = head(support_features, support_labels, query_features)
+    state = head.fit(support_features, support_labels); logits = head.logits(state, query_features)
+
+A head is one class. What other parts of the package need to know about it is in its attributes and methods: its name in
+settings and its titles in tables, exact leave-one-out, the settings that it chooses on a support set, refinement by
+queries, its form in an exported graph, and its description in a file. Only ``fit`` and ``logits`` have to be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fewshot_mahalanobis.gaussians.inputs import check_support, class_means
+
+State = TypeVar("State")
+
+
+class Head(nn.Module, Generic[State]):
+    """A classifier fitted to the support features of one task.
+
+    Features are finite floating-point tensors of shape (n, d), labels int64 of shape (n,) in 0..k-1, each with at
+    least one example. Heads compute in float32 or float64 outside autocast whatever the features' dtype, and are
+    differentiable with respect to support and query features. ValueError on anything else.
+
+    Attributes
+    ----------
+    name : str
+        Name in settings and on the command line.
+    title : str
+        Name in our tables; by default ``name``, or the name of the class.
+    paper_title : str
+        Name in the paper's tables: the method that uses it. Empty if the paper has none.
+    is_squared_distance : bool
+        Whether logits are minus squared distances to class means, up to a factor.
+    """
+
+    name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    paper_title: ClassVar[str] = ""
+    is_squared_distance: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = cls.name or cls.__name__
+        cls.title = cls.title or cls.name
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> State:
+        """Fit to support features (n, d) and labels (n,); the state serves any number of queries."""
+        raise NotImplementedError
+
+    def logits(self, state: State, query_features: Tensor) -> Tensor:
+        """Logits (m, k) of query features (m, d)."""
+        raise NotImplementedError
+
+    def export(self, state: State) -> nn.Module:
+        """Return the fitted head as a module, features (m, d) -> logits (m, k), in float32, for ONNX and torch.export.
+
+        The module must have no checks and no control flow that depends on data. This one calls ``logits``, which serves
+        where ``logits`` has neither. ValueError if a head has no such form.
+        """
+        return _ExportedHead(self, state)
+
+    def settled(self, support_features: Tensor, support_labels: Tensor) -> Head[State]:
+        """Return this head with every setting fixed that ``fit`` would choose on the support set (n, d), (n,).
+
+        Most heads choose nothing and return themselves.
+        """
+        return self
+
+    def transductive_logits(
+        self,
+        state: State,
+        support_features: Tensor,
+        support_labels: Tensor,
+        query_features: Tensor,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Logits (m, k) of all queries (m, d) of a task, by classes that the queries refine.
+
+        Parameters
+        ----------
+        state : as ``fit`` returns it
+        support_features : Tensor of shape (n, d)
+        support_labels : int64 Tensor of shape (n,)
+            The support set that the head was fitted to.
+        query_features : Tensor of shape (m, d)
+        temperature : float
+            Queries belong to classes with the probabilities softmax(logits / temperature).
+
+        Raises
+        ------
+        ValueError
+            This kind of head cannot be refined by queries.
+        """
+        raise ValueError(f'transductive=True is for the heads "auto" and "mahalanobis", not {type(self).__name__}')
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings as JSON values, from which :meth:`from_description` makes the same head.
+
+        ValueError if they do not describe it, as with learned weights.
+        """
+        return {}
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> Head[Any]:
+        """Make a head from what :meth:`describe` returned. ValueError or TypeError if it does not fit."""
+        return cls(**description)
+
+    @classmethod
+    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> Head[Any]:
+        """Make the head of a model with these settings (``SimpleCNAPS.config``) and features of this width."""
+        return cls()
+
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example, features (n, d), by the head fitted to the others.
+
+        Minus infinity where a class has no other example. This takes n fits; the package's heads have shortcuts.
+        """
+        counts = check_support(support_features, support_labels)
+        rows = []
+        for i, label in enumerate(support_labels.tolist()):
+            rest = torch.arange(len(support_labels), device=support_labels.device) != i
+            present, labels = support_labels[rest].unique(return_inverse=True)
+            row = self(support_features[rest], labels, support_features[i : i + 1])[0]
+            if counts[label] == 1:
+                row = row.new_full((len(counts),), -torch.inf).index_copy(0, present, row)
+            rows.append(row)
+        return torch.stack(rows)
+
+    def forward(self, support_features: Tensor, support_labels: Tensor, query_features: Tensor) -> Tensor:
+        """Logits (m, k) of query features (m, d), given support features (n, d) and labels (n,)."""
+        return self.logits(self.fit(support_features, support_labels), query_features)
+
+
+def means_without(features: Tensor, labels: Tensor) -> Tensor:
+    """Mean of the other examples of each example's class, (n, d); zero where there are none."""
+    counts = labels.bincount()[labels, None]
+    return (counts * class_means(features, labels)[labels] - features) / (counts - 1).clamp(min=1)
+
+
+def with_own(logits: Tensor, own: Tensor, labels: Tensor) -> Tensor:
+    """``logits`` (n, k) with ``own`` (n,) for each example's own class, minus infinity where it is alone in it."""
+    own = torch.where(labels.bincount()[labels] == 1, -torch.inf, own)
+    return logits.scatter(1, labels[:, None], own[:, None])
+
+
+class _ExportedHead(nn.Module):
+    """A fitted head as it is."""
+
+    def __init__(self, head: Head[Any], state: Any) -> None:
+        super().__init__()
+        self.head, self.state = head, state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head.logits(self.state, x).float()

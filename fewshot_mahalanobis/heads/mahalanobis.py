@@ -1,0 +1,167 @@
+"""The head of Simple CNAPS: class Gaussians and Mahalanobis distances.
+
+Equations 1 to 3 of Bateni et al., "Improved Few-Shot Visual Classification", CVPR 2020. Equation 3 itself is in
+``gaussians/covariance.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
+from fewshot_mahalanobis.gaussians.inputs import working_dtype
+from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.heads.head import Head
+from fewshot_mahalanobis.heads.transduction import refined_by_queries, weighted_refinement
+
+#: Largest size of the class matrices of an exported head, in numbers (1 GB): a protobuf file holds 2 GB.
+MAX_EXPORTED_NUMBERS = 2**28
+
+
+class MahalanobisHead(Head[ClassGaussians]):
+    """Logits = -s (x - mu_k)^T Q_k^-1 (x - mu_k), the head of Simple CNAPS (CVPR 2020, equations 1-3).
+
+    Parameters
+    ----------
+    covariance : RegularizedCovariance, optional
+        How Q_k is estimated; with the paper's settings if left out.
+    scale : float
+        s > 0: 1/2 is the paper's equation 2; 1 is the published implementation and the paper's numbers.
+
+    Raises
+    ------
+    ValueError
+        If ``scale`` is not positive and finite.
+    """
+
+    name = "mahalanobis"
+    title = "Mahalanobis"
+    paper_title = "Simple CNAPS"
+    is_squared_distance = True
+
+    def __init__(self, covariance: RegularizedCovariance | None = None, scale: float = 1.0) -> None:
+        super().__init__()
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ValueError(f"scale must be positive and finite, got {scale!r}")
+        self.covariance = RegularizedCovariance() if covariance is None else covariance
+        self.scale = float(scale)
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> ClassGaussians:
+        """Fit a Gaussian to each class of the support features (n, d), labels (n,)."""
+        gaussians: ClassGaussians = self.covariance(support_features, support_labels)
+        return gaussians
+
+    def logits(self, state: ClassGaussians, query_features: Tensor) -> Tensor:
+        """Minus s times the squared Mahalanobis distance of queries (m, d) to each class: (m, k)."""
+        return -self.scale * state.squared_distance(query_features)
+
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others, exactly, by downdating."""
+        covariance = self.covariance.with_chosen_settings(support_features, support_labels)
+        return -self.scale * leave_one_out_distance(covariance.settings, support_features, support_labels)
+
+    def settled(self, support_features: Tensor, support_labels: Tensor) -> MahalanobisHead:
+        """Return this head with beta as a number."""
+        covariance = self.covariance.with_chosen_settings(support_features, support_labels)
+        if covariance is self.covariance:
+            return self
+        settled = copy.deepcopy(self)
+        settled.covariance = covariance
+        return settled
+
+    def transductive_logits(
+        self,
+        state: ClassGaussians,
+        support_features: Tensor,
+        support_labels: Tensor,
+        query_features: Tensor,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Logits (m, k) of queries by means and covariances in which the queries (m, d) have weights."""
+        support, queries = (f.to(working_dtype(f)) for f in (support_features, query_features))
+        refinement = partial(weighted_refinement, state.settings, self.scale)
+        start = self.logits(state, query_features)
+        return refined_by_queries(start, refinement, support, support_labels, queries, temperature)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the scale and the settings of the covariance."""
+        if type(self.covariance) is not RegularizedCovariance:
+            raise ValueError(f"a file cannot describe a covariance of class {type(self.covariance).__name__}")
+        return {"scale": self.scale, "covariance": vars(self.covariance.settings)}
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> MahalanobisHead:
+        """Undo :meth:`describe`."""
+        return cls(RegularizedCovariance(**description["covariance"]), description["scale"])
+
+    @classmethod
+    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> MahalanobisHead:
+        """Make the head with the covariance settings and the scale of a model."""
+        names = ("beta", "task_covariance", "one_shot_covariance")
+        return cls(RegularizedCovariance(**{name: settings[name] for name in names}), settings["scale"])
+
+    def export(self, state: ClassGaussians) -> nn.Module:
+        """Logits as sums of squares in a basis of the support features."""
+        return ExportedMahalanobis(state, self.scale)
+
+    def extra_repr(self) -> str:
+        """Name the setting in ``repr``."""
+        return f"scale={self.scale}"
+
+
+class ExportedMahalanobis(nn.Module):
+    """-s (x - mu_k)^T Q_k^-1 (x - mu_k) as a sum of squares.
+
+    Outside the span of the centred support features every Q_k is beta I (equation 3). So with an orthonormal basis U
+    (d, r) of that span, z = U^T (x - c) and c the task mean, which like every mu_k lies in c + span U,
+
+        (x - mu_k)^T Q_k^-1 (x - mu_k) = ||x - c - U z||^2 / beta + ||L_k^T (z - U^T (mu_k - c))||^2,
+
+    where L_k L_k^T is the inverse of U^T Q_k U.
+    """
+
+    centre: Tensor
+    basis: Tensor
+    means: Tensor
+    roots: Tensor
+
+    def __init__(self, gaussians: ClassGaussians, scale: float) -> None:
+        super().__init__()
+        n, d = int(gaussians.counts.sum()), gaussians.means.shape[1]
+        centre, basis = gaussians.support_basis()
+        # The covariance of one shot as published, c in every entry, leaves the span: there the basis is everything.
+        self.everything = n >= d or gaussians.settings.one_shot_covariance == "published"
+        rank, classes = d if self.everything else basis.shape[1], len(gaussians.counts)
+        if (1 if gaussians.is_shared else classes) * rank**2 > MAX_EXPORTED_NUMBERS:
+            raise ValueError(
+                f"{classes} classes need a {rank} x {rank} matrix each, too much for an ONNX file: fit fewer classes"
+            )
+        if self.everything:  # in original coordinates, where the variance of a vector's entries has its meaning
+            means = gaussians.means - centre
+        else:
+            gaussians = gaussians.in_coordinates(basis)
+            means = gaussians.means
+        self.scale, self.beta = scale, gaussians.beta
+        self.register_buffer("centre", centre.float())
+        self.register_buffer("basis", basis.float().contiguous())
+        self.register_buffer("means", means.float()[:, None])  # (k, 1, r)
+        precision = gaussians.precision()
+        roots = torch.linalg.cholesky((precision[:1] if gaussians.is_shared else precision).to(centre.dtype))
+        self.register_buffer("roots", roots.float().contiguous())  # L_k; one for all classes where Q is shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features (m, d) -> logits (m, k)."""
+        x = x - self.centre
+        z = x if self.everything else x @ self.basis
+        whitened = (z - self.means) @ self.roots  # (k, m, r)
+        distance = whitened.square().sum(dim=2).T
+        if not self.everything:
+            distance = distance + (x - z @ self.basis.T).square().sum(dim=1, keepdim=True) / self.beta
+        return -self.scale * distance

@@ -1,0 +1,122 @@
+"""Heads that compare a query with the mean of each class: the metrics of the paper's ablation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fewshot_mahalanobis.gaussians.inputs import check_features, class_means, full_precision, result_dtype
+from fewshot_mahalanobis.heads.head import Head, means_without, with_own
+
+#: Examples per block, of whose comparisons only the diagonal is used.
+_PAIRS = 128
+
+
+class PrototypeHead(Head[Tensor]):
+    """A head that compares queries with class means mu_k (k, d), which are its state. Subclasses define ``compare``."""
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Class means (k, d) of the support features (n, d), labels (n,)."""
+        return class_means(support_features, support_labels)
+
+    def logits(self, state: Tensor, query_features: Tensor) -> Tensor:
+        """Compare queries (m, d) with each class mean: logits (m, k)."""
+        check_features(query_features, "query features", width=state.shape[1])
+        with full_precision(query_features):
+            dtype = torch.promote_types(result_dtype(query_features), state.dtype)
+            return self.compare(query_features.to(dtype), state.to(dtype))
+
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others: only its own mean moves."""
+        with full_precision(support_features):
+            means = self.fit(support_features, support_labels)
+            features = support_features.to(means.dtype)
+            pairs = zip(features.split(_PAIRS), means_without(features, support_labels).split(_PAIRS), strict=True)
+            own = torch.cat([self.compare(x, without).diagonal() for x, without in pairs])
+            return with_own(self.compare(features, means), own, support_labels)
+
+    def export(self, state: Tensor) -> nn.Module:
+        """The comparison with the class means."""
+        return _ExportedPrototypes(self.exported_compare, state)
+
+    def compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """Logits (m, k) of ``queries`` (m, d) against ``means`` (k, d), of one dtype."""
+        raise NotImplementedError
+
+    def exported_compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """``compare`` by operations that ONNX has."""
+        return self.compare(queries, means)
+
+
+class EuclideanHead(PrototypeHead):
+    """Logits = -||x - mu_k||^2: prototypical networks (Snell et al., NeurIPS 2017), from differences."""
+
+    name = "euclidean"
+    title = "Euclidean"
+    paper_title = "squared Euclidean"
+    is_squared_distance = True
+
+    def compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """Minus the squared Euclidean distances."""
+        return -torch.cdist(queries, means, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+    def exported_compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """The same without ``torch.cdist``, for which the exporter has no form."""
+        return -(queries[:, None] - means).square().sum(dim=2)
+
+
+class ManhattanHead(PrototypeHead):
+    """Logits = -||x - mu_k||_1: the absolute difference of the paper's metric ablation."""
+
+    name = "manhattan"
+    title = "Manhattan"
+    paper_title = "absolute distance"
+
+    def compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """Minus the sums of absolute differences."""
+        return -torch.cdist(queries, means, p=1.0)
+
+    def exported_compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """The same without ``torch.cdist``, for which the exporter has no form."""
+        return -(queries[:, None] - means).abs().sum(dim=2)
+
+
+class CosineHead(PrototypeHead):
+    """Logits = cosine of the angle between x and mu_k, in [-1, 1]; 0 where either is zero."""
+
+    name = "cosine"
+    title = "cosine"
+    paper_title = "cosine"
+
+    def compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """Cosine similarities."""
+        return F.normalize(queries, dim=1) @ F.normalize(means, dim=1).T
+
+
+class DotProductHead(PrototypeHead):
+    """Logits = x . mu_k: the negative dot product as a distance, of the paper's metric ablation."""
+
+    name = "dot_product"
+    title = "dot product"
+    paper_title = "dot product"
+
+    def compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """Dot products."""
+        return queries @ means.T
+
+
+class _ExportedPrototypes(nn.Module):
+    """A comparison with class means (k, d)."""
+
+    means: Tensor
+
+    def __init__(self, compare: Callable[[Tensor, Tensor], Tensor], means: Tensor) -> None:
+        super().__init__()
+        self.compare = compare
+        self.register_buffer("means", means.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compare(x, self.means)

@@ -1,0 +1,116 @@
+"""Pretrained networks by name: EfficientNet-Lite0, whose weights are a dependency, and those of timm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
+
+
+def pretrained_extractor(
+    name: str,
+    *,
+    image_size: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    positions: Sequence[str] | None = (),
+) -> Backbone | EfficientNet:
+    """Make a pretrained network without its classification layer.
+
+    Parameters
+    ----------
+    name : str
+        "efficientnet-lite0", or a name of timm, which fetches the weights.
+    image_size, mean, std
+        As in :meth:`SimpleCNAPS.from_backbone <fewshot_mahalanobis.SimpleCNAPS.from_backbone>`.
+    positions : sequence of str, optional
+        Normalisation layers that FiLM follows; none by default, and None finds them by rule.
+
+    Raises
+    ------
+    ImportError
+        timm, or the package with the weights of EfficientNet-Lite0, is absent.
+    ValueError
+        timm has no such network or cannot fetch it, or an argument does not fit the network.
+    """
+    if name == LITE0:
+        if mean is not None or std is not None:
+            raise ValueError(f"{name!r} has a known normalisation of its images: leave out mean and std")
+        return EfficientNet.pretrained(image_size or 224, positions)
+    network = timm_network(name, image_size, pretrained=True)
+    from timm.data import resolve_model_data_config
+
+    data, origin = resolve_model_data_config(network), network.pretrained_cfg
+    return Backbone.wrap(
+        network.float(),
+        image_size=data["input_size"][-1] if image_size is None else image_size,
+        mean=data["mean"] if mean is None else mean,
+        std=data["std"] if std is None else std,
+        # In full, as the weights that a bare name stands for may change from one version of timm to the next.
+        timm=".".join(filter(None, (origin.get("architecture"), origin.get("tag")))) if is_timm_name(name) else None,
+        positions=positions,
+    )
+
+
+def is_pretrained_name(name: str) -> bool:
+    """Whether :func:`pretrained_extractor` knows the name; no error where timm is absent."""
+    try:
+        return name == LITE0 or is_timm_name(name)
+    except ImportError:
+        return False
+
+
+def is_timm_name(name: str) -> bool:
+    """Whether timm has a network of this name, by itself. ImportError if timm is absent."""
+    return bool(_timm().is_model(name))
+
+
+def timm_network(name: str, image_size: int | None, *, pretrained: bool) -> Any:
+    """Make a network of timm without classification layer, so that it gives pooled features."""
+    timm = _timm()
+    try:
+        settings = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+        size = {}
+        if settings is not None and settings.fixed_input_size and image_size not in (None, settings.input_size[-1]):
+            size = {"img_size": image_size}  # position embeddings fix it; timm resamples them
+        if pretrained and settings is not None and settings.hf_hub_id:
+            _check_connection(settings.hf_hub_id, settings.hf_hub_filename, "model.safetensors", "pytorch_model.bin")
+        if name.startswith("hf-hub:"):
+            _check_connection(name.removeprefix("hf-hub:"), "config.json")
+        with torch.random.fork_rng(devices=[]):  # for initial weights, soon replaced
+            return timm.create_model(name, pretrained=pretrained, num_classes=0, **size)
+    except Exception as error:  # timm lets those of its transports through
+        raise ValueError(
+            f"timm could not make {name!r}: {error}. timm.list_models(pretrained=True) lists the names; weights are "
+            "downloaded when first used"
+        ) from error
+
+
+def _timm() -> Any:
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError("this backbone is made by timm: pip install fewshot-mahalanobis[backbones]") from error
+    return timm
+
+
+def _check_connection(repository: str, *files: str | None) -> None:
+    """Ask the Hub once whether it answers, unless one of the files is in its cache.
+
+    timm's own requests repeat for most of a minute where there is no network.
+    """
+    import huggingface_hub
+
+    cached = (huggingface_hub.try_to_load_from_cache(repository, file) for file in files if file)
+    if any(isinstance(path, str) for path in cached):
+        return
+    try:
+        huggingface_hub.HfApi().model_info(repository, timeout=10)
+    except huggingface_hub.errors.HfHubHTTPError:
+        raise  # it answers, and says why not
+    except Exception as error:  # the transport's, which varies
+        raise ConnectionError(f"no connection to {huggingface_hub.constants.ENDPOINT} ({error})") from error

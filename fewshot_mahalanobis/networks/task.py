@@ -1,0 +1,105 @@
+"""A network adapted to a task, and the task: that network with a fitted head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fewshot_mahalanobis.networks.extractor import FeatureExtractor
+from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+
+#: Pixels at a time: larger CPU batches make every layer allocate fresh, zeroed pages.
+MAX_CPU_PIXELS = 32 * 84 * 84
+
+
+class AdaptedNetwork:
+    """A feature extractor with FiLM parameters folded into its convolutions: images in, features out.
+
+    Made by :meth:`SimpleCNAPS.with_film`.
+
+    Parameters
+    ----------
+    extractor : FeatureExtractor
+        It is not changed.
+    film : Film, optional
+        FiLM parameters of the task; None leaves the network as pretrained.
+    dtype : torch.dtype
+        Precision of the convolutions.
+    projection : nn.Module, optional
+        Learned projection of the features (the "+P" variant).
+    device : torch.device
+
+    Attributes
+    ----------
+    film, dtype, device
+        As given.
+    out_features : int
+        Width d of a feature vector; 512 for the FiLM ResNet18.
+    """
+
+    def __init__(
+        self,
+        extractor: FeatureExtractor,
+        film: Film | None,
+        dtype: torch.dtype,
+        *,
+        projection: nn.Module | None,
+        device: torch.device,
+    ) -> None:
+        self.film = film
+        self.dtype = dtype
+        self.device = device
+        self.out_features = extractor.out_features
+        self.extractor = extractor.for_inference(film, dtype)
+        self.projection = projection
+
+    @torch.no_grad()
+    def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
+        """Features f_theta^tau(x) of images (n, 3, h, w) in [-1, 1] -> (n, d), float32."""
+        features = self.unprojected_features(images, batch_size)
+        return features if self.projection is None else self.projection(features)
+
+    @torch.no_grad()
+    def unprojected_features(self, images: Tensor, batch_size: int = 64) -> Tensor:
+        """Features (n, d) before the projection of the "+P" variant."""
+        if len(images) == 0:
+            return torch.empty(0, self.out_features, device=self.device)
+        if self.device.type == "cpu":
+            batch_size = min(batch_size, max(1, MAX_CPU_PIXELS // images[0, 0].numel()))
+        batches = images.split(batch_size)
+        return torch.cat([self.extractor(channels_last(batch.to(self.device, self.dtype))) for batch in batches])
+
+
+class AdaptedTask:
+    """A model adapted to one support set, ready for any number of queries.
+
+    Made by :meth:`SimpleCNAPS.adapt`.
+
+    Attributes
+    ----------
+    network : AdaptedNetwork
+    unadapted : AdaptedNetwork or None
+        The network as pretrained, if the outlier score compares its features too.
+    fitted_head : FittedHead
+    """
+
+    def __init__(
+        self, network: AdaptedNetwork, fitted_head: FittedHead, unadapted: AdaptedNetwork | None = None
+    ) -> None:
+        self.network = network
+        self.fitted_head = fitted_head
+        self.unadapted = unadapted
+
+    def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
+        """Adapted features (n, d) of images (n, 3, h, w) in [-1, 1], float32."""
+        return self.network.features(images, batch_size)
+
+    def logits(self, query_images: Tensor, batch_size: int = 64) -> Tensor:
+        """Logits (m, k) of query images (m, 3, h, w) in [-1, 1]; their softmax is equation 1."""
+        return self.fitted_head.logits(self.features(query_images, batch_size))
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """Images (n, c, h, w) in the memory layout in which convolutions are fastest."""
+    return images.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,159 @@
+"""What the two scikit-learn classifiers share: everything after the features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.base import ClassifierMixin
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
+
+
+class Predictions(NamedTuple):
+    """Everything that a classifier says about m queries."""
+
+    labels: NDArray[Any]  # (m,), as ``predict``
+    probabilities: NDArray[np.float64]  # (m, k), as ``predict_proba``
+    unknown: NDArray[np.bool_]  # (m,), whether the query belongs to no class
+    features: NDArray[np.floating]  # (m, d), as ``transform``
+
+
+class FittedHeadMixin(ClassifierMixin):
+    """Predictions of a classifier whose :class:`FittedHead` is in ``fitted_head_``.
+
+    The classifier defines ``_query_features``.
+    """
+
+    fitted_head_: FittedHead
+
+    def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
+        """Check queries and yield their features batch by batch, with those that the outlier score needs if asked."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- attributes, as scikit-learn names them
+
+    @property
+    def classes_(self) -> NDArray[Any]:
+        """Labels of the classes, sorted, shape (k,)."""
+        return self.fitted_head_.classes
+
+    @property
+    def class_counts_(self) -> NDArray[np.int64]:
+        """Support examples of each class, shape (k,)."""
+        return self.fitted_head_.counts
+
+    @property
+    def temperature_(self) -> float:
+        """``temperature``, or what "auto" chose."""
+        return self.fitted_head_.temperature
+
+    @property
+    def threshold_(self) -> float | None:
+        """Threshold of :meth:`outlier_score`; None without ``unknown_label``."""
+        outliers = self.fitted_head_.outliers
+        return None if outliers is None else outliers.threshold
+
+    # ---------------------------------------------------------------- predictions
+
+    def predict(self, X: Any, *, transductive: bool = False) -> NDArray[Any]:
+        """Predict the labels of queries.
+
+        Parameters
+        ----------
+        X : m queries
+            As for ``fit``. They are processed and dropped batch by batch.
+        transductive : bool, default=False
+            Classify each query on its own, or after all of them have refined the classes (page "Many queries at once").
+
+        Returns
+        -------
+        ndarray of shape (m,)
+            Labels of the type given to ``fit``. A query whose :meth:`outlier_score` is above ``threshold_`` gets
+            ``unknown_label``.
+
+        Raises
+        ------
+        ValueError
+            A query cannot be used. The message names it.
+        """
+        indices = [prediction.indices for _, prediction in self._predictions(X, "predict", transductive)]
+        return self.fitted_head_.output_labels[torch.cat(indices).cpu().numpy()]
+
+    def predict_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
+        """Probabilities (m, k) of the known classes: the softmax of the logits over T (equation 1 for T = 1)."""
+        return np.exp(self.predict_log_proba(X, transductive=transductive))
+
+    def predict_log_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
+        """Logarithms (m, k) of :meth:`predict_proba`, finite where a probability underflows."""
+        logits = self._logits(X, "predict_proba", transductive)
+        return self.fitted_head_.log_probabilities(logits).numpy()
+
+    def decision_function(self, X: Any) -> NDArray[np.floating]:
+        """Logits, shape (m, k). With two classes, the log-odds of ``classes_[1]``, shape (m,).
+
+        The logits of ``head="mahalanobis"`` are -s (x - mu_k)^T Q_k^-1 (x - mu_k).
+        """
+        logits = self._logits(X, "decision_function")
+        return (logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits).numpy()
+
+    def outlier_score(self, X: Any) -> NDArray[np.float64]:
+        """How far queries are from all classes, shape (m,); larger is farther.
+
+        For images with ``unknown_label`` it is a sum of terms in standard deviations of left-out support images: see
+        the page "Unknown classes". Otherwise it is minus the largest logit; for ``head="mahalanobis"`` that is s times
+        the squared distance to the nearest class mean.
+        """
+        check_is_fitted(self)
+        batches = self._query_features(X, "outlier_score", for_outliers=True)
+        return torch.cat([self.fitted_head_.outlier_score(features) for features in batches]).cpu().numpy()
+
+    def predict_all(self, X: Any) -> Predictions:
+        """Labels, probabilities and features of queries, which go through the network once.
+
+        Parameters
+        ----------
+        X : m queries
+
+        Returns
+        -------
+        Predictions
+            Named tuple of ``labels`` (m,), ``probabilities`` (m, k), ``unknown`` (m,), whether a query belongs to no
+            class, and ``features`` (m, d).
+        """
+        features, predictions = zip(*self._predictions(X, "predict"), strict=True)
+        indices = torch.cat([prediction.indices for prediction in predictions]).cpu().numpy()
+        logits = torch.cat([prediction.logits for prediction in predictions]).cpu()
+        return Predictions(
+            self.fitted_head_.output_labels[indices],
+            self.fitted_head_.log_probabilities(logits).exp().numpy(),
+            indices == len(self.classes_),
+            torch.cat([batch.adapted for batch in features]).cpu().numpy(),
+        )
+
+    def summary(self) -> SupportSummary:
+        """Examples a class, leave-one-out accuracy, confusions, and support examples that look wrong; ``print`` it."""
+        check_is_fitted(self)
+        return summarise(self.fitted_head_)
+
+    def _predictions(self, X: Any, method: str, transductive: bool = False) -> Iterator[tuple[Features, Any]]:
+        check_is_fitted(self)
+        batches = self._query_features(X, method, for_outliers=True)
+        if transductive:  # each query depends on all
+            batches = iter([Features.joined(batches)])
+        for features in batches:
+            yield features, self.fitted_head_.predict(features, transductive=transductive)
+
+    def _logits(self, X: Any, method: str, transductive: bool = False) -> Tensor:
+        check_is_fitted(self)
+        adapted = (features.adapted for features in self._query_features(X, method))
+        if transductive:
+            return self.fitted_head_.transductive_logits(torch.cat([*adapted])).cpu()
+        return torch.cat([self.fitted_head_.logits(features).cpu() for features in adapted])

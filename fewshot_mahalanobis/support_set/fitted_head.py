@@ -1,0 +1,227 @@
+"""A head fitted to a labelled support set: everything that a classifier has learned, in one object."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fewshot_mahalanobis.heads import Head
+from fewshot_mahalanobis.support_set.calibration import calibrate
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.unknown import OutlierScore, output_labels
+
+
+class FittedHead:
+    """A head fitted to the features of a support set, calibrated, with the names of its classes.
+
+    Made by :meth:`fit`, or from what :meth:`kept` returned. It is never changed: more examples make another one.
+
+    Attributes
+    ----------
+    head : Head
+        As it was given. It chooses its settings anew when examples are added.
+    settled : Head
+        The same head with the settings that it chose on this support set.
+    state : object
+        What ``settled`` keeps of the support set.
+    support : Features
+        n support examples.
+    labels : int64 Tensor of shape (n,)
+        Their classes, as indices into ``classes``.
+    classes : ndarray of shape (k,)
+        The labels of the classes, sorted.
+    temperature : float
+        T > 0: probabilities are softmax(logits / T).
+    unknown_label : str, int, float or None
+        Label of queries whose outlier score exceeds the threshold; None if no query is rejected.
+    outliers : OutlierScore or None
+        None if no query is rejected.
+    """
+
+    head: Head[Any]
+    settled: Head[Any]
+    state: Any
+    support: Features
+    labels: Tensor
+    classes: NDArray[Any]
+    temperature: float
+    unknown_label: Any
+    outliers: OutlierScore | None
+
+    @classmethod
+    def fit(
+        cls,
+        head: Head[Any],
+        support: Features,
+        labels: Tensor,
+        classes: NDArray[Any] | None = None,
+        *,
+        temperature: float | str = 1.0,
+        unknown_label: Any = None,
+        false_rejection_rate: float = 0.05,
+        similarities: bool = True,
+    ) -> FittedHead:
+        """Fit a head to a support set and calibrate it.
+
+        Parameters
+        ----------
+        head : Head
+        support : Features
+            n support examples.
+        labels : int64 Tensor of shape (n,)
+            0..k-1, each at least once.
+        classes : ndarray of shape (k,), optional
+            Labels of the classes, sorted; by default their indices.
+        temperature : float or "auto"
+            "auto" chooses T on left-out support examples.
+        unknown_label : str, int or float, optional
+            With it queries can be rejected, at a threshold from left-out support examples.
+        false_rejection_rate : float
+            Share of the queries of known classes that the threshold rejects by mistake, in (0, 1).
+        similarities : bool
+            Whether the outlier score adds similarities to the head's distance (``unknown.py``).
+
+        Raises
+        ------
+        ValueError
+            As the head's ``fit``, :func:`calibrate` and :func:`output_labels`.
+        """
+        labels = labels.to(support.adapted.device)
+        with torch.no_grad():
+            settled = head.settled(support.adapted, labels)
+            chosen_temperature, outliers = calibrate(
+                settled,
+                support,
+                labels,
+                temperature=temperature,
+                false_rejection_rate=false_rejection_rate,
+                reject=unknown_label is not None,
+                similarities=similarities,
+            )
+        return cls._of(
+            head=head,
+            settled=settled,
+            support=support,
+            labels=labels,
+            classes=np.arange(int(labels.max()) + 1) if classes is None else classes,
+            temperature=chosen_temperature,
+            unknown_label=unknown_label,
+            outliers=outliers,
+        )
+
+    @classmethod
+    def _of(cls, **attributes: Any) -> FittedHead:
+        self = cls.__new__(cls)
+        self.__dict__.update(attributes)
+        output_labels(self.classes, self.unknown_label)  # checked before it is used
+        with torch.no_grad():
+            self.state = self.settled.fit(self.support.adapted, self.labels)
+        return self
+
+    # ---------------------------------------------------------------- queries
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Support examples of each class, (k,)."""
+        return np.bincount(self.labels.cpu().numpy(), minlength=len(self.classes))
+
+    @property
+    def output_labels(self) -> NDArray[Any]:
+        """Every label that :meth:`predict` can name by its index: the classes, then the unknown label."""
+        return output_labels(self.classes, self.unknown_label)
+
+    @torch.no_grad()
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits (m, k) of queries' adapted features (m, d)."""
+        return self.settled.logits(self.state, features.to(self.support.adapted.device))
+
+    def transductive_logits(self, features: Tensor) -> Tensor:
+        """Logits (m, k) of all queries of a task, adapted features (m, d), by classes that the queries refine."""
+        queries = features.to(self.support.adapted.device)
+        return self.settled.transductive_logits(
+            self.state, self.support.adapted, self.labels, queries, self.temperature
+        )
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Logarithms (m, k) of the probabilities of logits (m, k), float64: equation 1 at the temperature."""
+        return torch.log_softmax(logits.double() / self.temperature, dim=1)
+
+    def outlier_score(self, features: Features, logits: Tensor | None = None) -> Tensor:
+        """Outlier score (m,) of m queries, float64; ``logits`` (m, k) saves computing them.
+
+        Without a fitted score it is minus the largest logit.
+        """
+        logits = self.logits(features.adapted) if logits is None else logits
+        return OutlierScore.of_head(logits) if self.outliers is None else self.outliers(logits, features)
+
+    def predict(self, features: Features, *, transductive: bool = False) -> Prediction:
+        """Classify m queries: logits, outlier scores and the index of each query's label in ``output_labels``.
+
+        With ``transductive`` the m queries refine the classes first; their outlier scores do not depend on that.
+        """
+        logits = self.logits(features.adapted)
+        scores = self.outlier_score(features, logits)
+        if transductive:
+            logits = self.transductive_logits(features.adapted)
+        indices = logits.argmax(dim=1)
+        if self.outliers is not None:
+            indices = indices.masked_fill(scores > self.outliers.threshold, logits.shape[1])
+        return Prediction(indices, logits, scores)
+
+    # ---------------------------------------------------------------- keeping
+
+    def kept(self) -> dict[str, Any]:
+        """Return what a pickle or a file has to keep, on the CPU. :meth:`from_kept` gives back this object."""
+        on_cpu = self.to(torch.device("cpu"))
+        return {
+            "head": on_cpu.head,
+            "settled": on_cpu.settled,
+            "support": on_cpu.support,
+            "labels": on_cpu.labels,
+            "classes": on_cpu.classes,
+            "temperature": on_cpu.temperature,
+            "unknown_label": on_cpu.unknown_label,
+            "threshold": None if on_cpu.outliers is None else on_cpu.outliers.threshold,
+            "units": None if on_cpu.outliers is None else on_cpu.outliers.units,
+        }
+
+    @classmethod
+    def from_kept(cls, kept: dict[str, Any]) -> FittedHead:
+        """Undo :meth:`kept`. ValueError if its parts do not fit together."""
+        attributes = dict(kept)
+        threshold, units = attributes.pop("threshold"), attributes.pop("units")
+        outliers = None if threshold is None else OutlierScore(threshold, units, kept["support"], kept["labels"])
+        return cls._of(**attributes, outliers=outliers)
+
+    __getstate__ = kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(self.from_kept(kept).__dict__)
+
+    def to(self, device: torch.device) -> FittedHead:
+        """Move to a device; this object itself if it is there."""
+        if self.support.adapted.device == device:
+            return self
+        support, labels = self.support.to(device), self.labels.to(device)
+        outliers = self.outliers and OutlierScore(self.outliers.threshold, self.outliers.units, support, labels)
+        moved = {
+            "head": copy.deepcopy(self.head).to(device),
+            "settled": copy.deepcopy(self.settled).to(device),
+            "support": support,
+            "labels": labels,
+            "outliers": outliers,
+        }
+        return self._of(**{**{name: value for name, value in vars(self).items() if name != "state"}, **moved})
+
+
+class Prediction(NamedTuple):
+    """What a fitted head says about m queries."""
+
+    indices: Tensor  # int64 (m,), into ``output_labels``
+    logits: Tensor  # (m, k)
+    outlier_scores: Tensor  # float64 (m,)

@@ -1,0 +1,262 @@
+"""Rejecting unknown classes: the outlier score of a query, and a conformal threshold.
+
+The score of a query is a sum of standardised terms,
+
+    a(x) = sum_j w_j (a_j(x) - m_j) / s_j,    a_j(x) = -max_k l_jk(x),
+
+where l_jk is the similarity of the query to class k in term j. The first term is the head's, whose logits are minus
+distances (Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks",
+NeurIPS 2018). The second and the third are cosines of adapted features to the class means, about zero and about the
+centre of the classes. Adapted features separate the classes of a task, and no longer show how pictures of another kind
+differ. The fourth term, the cosine of cube roots of the features without adaptation, still does.
+
+Mean m_j, standard deviation s_j and the threshold come from the support set: each of its examples, left out of the fit,
+is a query known to belong. The threshold is the order statistic of conformal prediction (Vovk et al., "Algorithmic
+Learning in a Random World", 2005), with leave-one-out in place of a split.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from fewshot_mahalanobis.gaussians.inputs import class_means
+from fewshot_mahalanobis.heads import CosineHead, Head
+from fewshot_mahalanobis.support_set.features import Features
+
+#: The unknown label's type and its name, by the kind of the classes' dtype; else a string.
+_WANTED: dict[str, tuple[type, str]] = {
+    "i": (Integral, "an integer"),
+    "u": (Integral, "an integer"),
+    "f": (Real, "a number"),
+}
+
+#: m_j and s_j / w_j of each term.
+Units = tuple[tuple[float, float], ...]
+
+
+class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
+    """Logits = cos(x - c, mu_k - c), c the mean of the class means mu_k; float64."""
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return M_k = mu_k - c (k, d), and c (d,), for support features (n, d) and labels (n,)."""
+        means = class_means(support_features.double(), support_labels)
+        return means - means.mean(dim=0), means.mean(dim=0)
+
+    def logits(self, state: tuple[Tensor, Tensor], query_features: Tensor) -> Tensor:
+        """Cosines (m, k) of queries (m, d)."""
+        means, centre = state
+        return F.normalize(query_features.double() - centre, dim=1) @ F.normalize(means, dim=1).T
+
+    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others, exactly, without n fits."""
+        means, centre = self.fit(support_features, support_labels)
+        x, y, k = support_features.double() - centre, support_labels, len(means)
+        counts = y.bincount()[y, None].double()
+        alone, own = counts == 1, F.one_hot(y, k).bool()
+        # Without x its class mean moves by -e v, v = x - M_y, and c by -e v / k; without class y c moves by
+        # -M_y / (k - 1). So M_j becomes M_j + g_j w, and x - c becomes x + a w.
+        e = 1 / (counts - 1).clamp(min=1)
+        w = torch.where(alone, means[y], x - means[y])
+        a = torch.where(alone, 1 / max(k - 1, 1), e / k)
+        g = torch.where(alone | ~own, a, a - e)
+        x = x + a * w
+        length = means.square().sum(dim=1) + 2 * g * (w @ means.T) + g.square() * w.square().sum(dim=1, keepdim=True)
+        product = x @ means.T + g * (x * w).sum(dim=1, keepdim=True)
+        scale = length.clamp(min=0).sqrt().clamp(min=1e-12) * x.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        return (product / scale).masked_fill(alone & own, -torch.inf)
+
+
+class Similarity(NamedTuple):
+    """One term of the outlier score: the cosine of an example and the class means, in some features."""
+
+    head: Head[Any]
+    of: Callable[[Features], Tensor]
+    weight: float  # w_j
+
+
+def _cube_roots(features: Features) -> Tensor:
+    """Cube roots of the features without adaptation: a few large ones no longer decide the cosine."""
+    return features.pretrained.sign() * features.pretrained.abs().pow(1 / 3)
+
+
+#: The terms of the outlier score beside the head's own. The last weight was chosen on validation classes.
+SIMILARITIES = (
+    Similarity(CosineHead(), lambda features: features.adapted, 1.0),
+    Similarity(CentredCosineHead(), lambda features: features.adapted, 1.0),
+    Similarity(CosineHead(), _cube_roots, 2.0),
+)
+
+
+class OutlierScore:
+    """The outlier score of queries and the threshold above which they belong to no class, fitted to a support set.
+
+    Parameters
+    ----------
+    threshold : float
+    units : sequence of (float, float), optional
+        m_j and s_j / w_j of the head's term and of each of ``SIMILARITIES``. Without them the score is the head's term
+        alone.
+    support : Features
+        Support examples, with which queries are compared.
+    labels : int64 Tensor of shape (n,)
+
+    Raises
+    ------
+    ValueError
+        A unit or the threshold is not finite, a unit is not positive, or their number is wrong.
+    """
+
+    def __init__(self, threshold: float, units: Units | None, support: Features, labels: Tensor) -> None:
+        if not math.isfinite(threshold):
+            raise ValueError(f"the threshold of the outlier score must be finite, got {threshold!r}")
+        self.threshold, self.units = float(threshold), units
+        self._states: list[Any] = []
+        if units is not None:
+            if len(units) != 1 + len(SIMILARITIES) or not all(math.isfinite(m) and 0 < s < math.inf for m, s in units):
+                raise ValueError(f"the outlier score cannot have the units {units}")
+            with torch.no_grad():
+                self._states = [term.head.fit(term.of(support), labels) for term in SIMILARITIES]
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, features: Features) -> Tensor:
+        """Score (m,) of queries by the head's logits (m, k) and their features; larger is farther from all classes."""
+        if self.units is None:
+            return self.of_head(logits)
+        device = logits.device
+        terms = [
+            term.head.logits(state, term.of(features).to(device))
+            for term, state in zip(SIMILARITIES, self._states, strict=True)
+        ]
+        return standardised_sum([logits, *terms], self.units)
+
+    @staticmethod
+    def of_head(logits: Tensor) -> Tensor:
+        """Score (m,) by one term alone: minus the largest logit, a_j(x), float64."""
+        return -logits.double().amax(dim=1)
+
+    @classmethod
+    def fit(
+        cls,
+        left_out: Sequence[Tensor],
+        support: Features,
+        labels: Tensor,
+        false_rejection_rate: float,
+    ) -> OutlierScore:
+        """Fit units and threshold to left-out support examples.
+
+        Parameters
+        ----------
+        left_out : sequence of Tensors of shape (n', k)
+            Logits of left-out examples: the head's, and those of ``SIMILARITIES`` if the score has them.
+        support : Features
+        labels : int64 Tensor of shape (n,)
+        false_rejection_rate : float
+        """
+        if len(left_out) == 1:
+            return cls(rejection_threshold(cls.of_head(left_out[0]), false_rejection_rate), None, support, labels)
+        units, n = score_units(left_out), len(left_out[0])
+        # The units come from the left-out examples themselves: their squared deviations from the mean are
+        # (1 - 1 / n) s_j^2 on average, those of queries (1 + 1 / n) s_j^2.
+        scores = standardised_sum(left_out, units) * math.sqrt((n + 1) / (n - 1))
+        return cls(rejection_threshold(scores, false_rejection_rate), units, support, labels)
+
+
+def standardised_sum(logits: Sequence[Tensor], units: Units) -> Tensor:
+    """Sum (m,) of the standardised terms by the logits (m, k) of each."""
+    parts = [(OutlierScore.of_head(term) - mean) / unit for term, (mean, unit) in zip(logits, units, strict=True)]
+    return torch.stack(parts).sum(dim=0)
+
+
+def score_units(left_out: Sequence[Tensor]) -> Units:
+    """m_j and s_j / w_j of every term by its logits (n, k) of at least two left-out examples.
+
+    s_j is 1 where all scores are equal but for rounding, as with cosines of copies.
+    """
+    units = []
+    for logits, weight in zip(left_out, (1.0, *(term.weight for term in SIMILARITIES)), strict=True):
+        score = OutlierScore.of_head(logits)
+        mean, std = float(score.mean()), float(score.std())
+        units.append((mean, (std if std > 1e-6 * abs(mean) else 1.0) / weight))
+    return tuple(units)
+
+
+def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:
+    """Score that a query of a known class exceeds with the promised probability.
+
+    Of n scores and one more, all exchangeable, the new one exceeds the j-th smallest of the n with probability
+    1 - j / (n + 1), whatever their distribution. The threshold is the score of rank j = (n + 1) (1 - rate), on the
+    line between its neighbours where that is not whole.
+
+    Parameters
+    ----------
+    scores : Tensor of shape (n,)
+        Of examples of known classes, each unseen by the classifier that scored it.
+    false_rejection_rate : float
+        Between 0 and 1.
+
+    Returns
+    -------
+    float
+
+    Warns
+    -----
+    UserWarning
+        The rate is below 1 / (n + 1), the smallest that n examples can guarantee. The threshold is the largest score.
+    """
+    n = len(scores)
+    finest = 1 / (n + 1)
+    if false_rejection_rate < finest * (1 - 1e-9):
+        warnings.warn(
+            f"{n} left-out examples cannot guarantee false_rejection_rate={false_rejection_rate:g}: about {finest:.2g} "
+            f"of the queries of known classes will be rejected. Add examples, or set {finest:.2g} or more",
+            stacklevel=_level_of_caller(),
+        )
+    return float(np.quantile(scores.numpy(), 1 - false_rejection_rate, method="weibull"))  # of rank (n + 1) (1 - rate)
+
+
+def _level_of_caller() -> int:
+    """``stacklevel`` of the first line outside this package, as seen from the function that calls this one."""
+    package, level = __name__.partition(".")[0], 1
+    frame = inspect.currentframe()
+    while (frame := frame and frame.f_back) and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level += 1
+    return level
+
+
+def output_labels(classes: NDArray[Any], unknown_label: Any) -> NDArray[Any]:
+    """Every label that can be predicted: the classes (k,), and after them the unknown label if there is one.
+
+    The type is that of ``classes``, wider where the unknown label needs that. ValueError if the unknown label is a
+    class, or of another type than the classes.
+    """
+    if unknown_label is None:
+        return classes
+    kind = classes.dtype.kind
+    if kind == "b":
+        raise ValueError("True and False leave no value for unknown_label: fit to integers or strings instead")
+    wanted, name = _WANTED.get(kind, (str, "a string"))
+    fits = isinstance(unknown_label, wanted) and not isinstance(unknown_label, bool)
+    if not fits or unknown_label != unknown_label:  # NaN is not itself
+        raise ValueError(
+            f"unknown_label={unknown_label!r} is not of the type of the labels, such as {classes.tolist()[0]!r}: "
+            f"give {name}"
+        )
+    if unknown_label in classes.tolist():
+        raise ValueError(f"unknown_label={unknown_label!r} is the label of a class: choose another")
+    dtype = np.promote_types(classes.dtype, np.min_scalar_type(unknown_label))
+    if kind in "iu" and dtype.kind not in "iu":
+        raise ValueError(f"no integer type holds unknown_label={unknown_label!r} and labels of type {classes.dtype}")
+    labels = np.empty(len(classes) + 1, dtype)
+    labels[:-1], labels[-1] = classes, unknown_label
+    return labels
