@@ -30,8 +30,8 @@ class Variant(NamedTuple):
     Attributes
     ----------
     adapt : bool
-    head : str
-        One of ``HEADS``, or of ``METHODS``.
+    head : str or Head
+        A name of ``HEADS`` or of ``METHODS``, or a head of your own.
     task_covariance : bool
         False leaves the task covariance out of equation 3 (lambda_k = 1): the "-TR" ablation.
     projection : bool
@@ -39,7 +39,7 @@ class Variant(NamedTuple):
     """
 
     adapt: bool
-    head: str
+    head: str | Head[Any]
     task_covariance: bool = True
     projection: bool = True
 
@@ -47,7 +47,10 @@ class Variant(NamedTuple):
     def title(self) -> str:
         """Heading of its column in a table."""
         parts = ["adapted" if self.adapt else "not adapted"]
-        parts += [HEADS[self.head].title if self.head in HEADS else self.head] * (self.head != "mahalanobis")
+        if isinstance(self.head, Head):
+            parts.append(self.head.title)
+        elif self.head != "mahalanobis":
+            parts.append(HEADS[self.head].title if self.head in HEADS else self.head)
         parts += ["-TR"] * (not self.task_covariance) + ["no projection"] * (not self.projection)
         return ", ".join(parts)
 
@@ -87,6 +90,8 @@ def head_of(model: SimpleCNAPS, variant: Variant) -> Head[Any]:
     ValueError if there is no such head, it has weights and the model was not trained with it, or it has no task
     covariance to leave out.
     """
+    if isinstance(variant.head, Head):
+        return model.head_named(variant.head)
     if variant.head in METHODS:
         return model.head if variant.head == model.config["head"] else METHODS[variant.head]()
     if variant.head not in HEADS:
