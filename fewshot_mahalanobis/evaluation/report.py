@@ -280,7 +280,9 @@ def evaluate_checkpoints(
         if (method := published_method(model.config, variant)) is not None
     }
     # The paper's figures of methods that train the network are not of a frozen one.
-    of_methods = {title: METHODS[of.head] for title, of in frozen.items() if not METHODS[of.head].trains_network}
+    of_methods = {
+        title: METHODS[str(of.head)] for title, of in frozen.items() if not METHODS[str(of.head)].trains_network
+    }
     for title, baseline in trained.items():
         models[title] = baseline.to(choose_device(device))
         variants[title] = {title: Variant(baseline.method.adaptation != "none", baseline.config["head"])}
