@@ -201,15 +201,20 @@ def evaluate_episodes(
             query_images = source.network_input(episode.query)
             seen: dict[str, Any] = {"query_images": query_images} if model.is_transductive else {}
             images = source.network_input(episode.support)
-            task = model.adapt(images, labels, dtype=dtype, batch_size=batch_size, **seen)
+            settings: dict[str, Any] = {"dtype": dtype, "batch_size": batch_size, **seen}
+            if isinstance(model, Baseline):
+                task = model.adapt(images, labels, **settings)
+                network = task.network
+            else:
+                network = model.adapted_network(images, labels, **settings)
             support_features, query_features = (
-                task.network.unprojected_features(x, batch_size) for x in (images, query_images)
+                network.unprojected_features(x, batch_size) for x in (images, query_images)
             )
             features[True] = support_features, query_features
         for variant in variants:
             support_features, query_features = (f.to(model.device) for f in features[variant.adapt])
             with torch.no_grad():
-                if variant.adapt and task is not None and isinstance(model, Baseline):
+                if variant.adapt and task is not None:
                     logits = task.fitted_head.logits(query_features)  # gradient steps have moved the head too
                 else:
                     if model.projection is not None and variant.projection:
