@@ -93,7 +93,7 @@ class SimpleCNAPS(
     task_encoder : {"mean", "transductive"}
         How the task representation is computed: as the mean of the support set's encodings, or by the LSTM of
         Transductive CNAPS, which reads the queries too (Bateni et al., WACV 2022). With "transductive" a forward pass
-        also refines the classes by the queries (:class:`~fewshot_mahalanobis.networks.transductive.TransductiveHead`).
+        also refines the classes by the queries (:class:`~fewshot_mahalanobis.heads.TransductiveHead`).
     backbone : Backbone or EfficientNet, optional
         A frozen network in place of the FiLM ResNet18, as :meth:`from_backbone` makes it.
 
