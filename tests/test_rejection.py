@@ -144,9 +144,9 @@ def test_temperature_and_threshold_are_those_of_n_refits_of_the_dense_formula() 
     ).fit(X, y)
     logits = 0.5 * naive_left_out_logits(X, y, beta=0.7)
     told = y != 1  # the one example of class 1 has no class when it is left out
+    assert classifier.temperature_ == pytest.approx(fit_temperature(logits[told], labels[told]), rel=1e-4)
     own = np.flatnonzero(told), y[told]
     logits[own] *= torch.tensor(1 - 1 / np.bincount(y)[y[told]] ** 2)  # as near as a query is to a mean of one more
-    assert classifier.temperature_ == pytest.approx(fit_temperature(logits[told], labels[told]), rel=1e-4)
     ordered = np.sort(-logits.amax(dim=1).numpy()[told])
     assert len(ordered) == 17
     rank = 18 * 0.8  # between the 14th and the 15th
@@ -627,3 +627,18 @@ def test_the_command_line_rejects_and_keeps_probabilities_of_known_classes(model
         assert row.split(",")[1] == "neither"
         assert header == ("path,label,blue,red" if options else "path,label")
     assert sum(map(float, row.split(",")[2:])) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("shot", [3, 5])
+def test_a_chosen_temperature_does_not_destroy_probabilities_in_many_dimensions(shot: int) -> None:
+    """Most of a distance is outside the span of the support set, and common to all classes."""
+    losses: dict[Any, list[float]] = {1.0: [], "auto": []}
+    y, truth = np.arange(5).repeat(shot), np.arange(100) % 5
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        means = 1.6 * rng.normal(size=(5, 200))  # beta = 1 is small beside the variances
+        X, queries = (means[of] + 5 * rng.normal(size=(len(of), 200)) for of in (y, truth))
+        for temperature, of_temperature in losses.items():
+            classifier = MahalanobisClassifier(head="mahalanobis", temperature=temperature).fit(X, y)
+            of_temperature.append(-float(classifier.predict_log_proba(queries)[np.arange(100), truth].mean()))
+    assert np.mean(losses["auto"]) < np.mean(losses[1.0]) + 0.02

@@ -38,12 +38,15 @@ class Head(nn.Module, Generic[State]):
         Name in the paper's tables: the method that uses it. Empty if the paper has none.
     is_squared_distance : bool
         Whether logits are minus squared distances to class means, up to a factor.
+    has_fixed_metric : bool
+        Whether these distances are in a metric that does not depend on the support set.
     """
 
     name: ClassVar[str] = ""
     title: ClassVar[str] = ""
     paper_title: ClassVar[str] = ""
     is_squared_distance: ClassVar[bool] = False
+    has_fixed_metric: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -58,6 +58,7 @@ class EuclideanHead(PrototypeHead):
     title = "Euclidean"
     paper_title = "squared Euclidean"
     is_squared_distance = True
+    has_fixed_metric = True
 
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Minus the squared Euclidean distances."""

@@ -72,24 +72,36 @@ def calibrate(
     terms = [(head, support.adapted)]
     if reject and similarities:
         terms += [(term.head, term.of(support)) for term in SIMILARITIES]
-    left_out = [_left_out(term, features, labels)[paired.cpu()] for term, features in terms]
+    paired = paired.cpu()
+    left_out = [_left_out(term, features, labels)[paired] for term, features in terms]
+    own = labels.cpu()[paired]
     if isinstance(temperature, str):
-        temperature = fit_temperature(left_out[0], labels.cpu()[paired.cpu()])
-    outliers = OutlierScore.fit(left_out, support, labels, false_rejection_rate) if reject else None
-    return float(temperature), outliers
+        # Where the metric is estimated too, most of a left-out example's distance is common to all classes: what the
+        # support set does not span. No share of that may be taken off its own class alone.
+        logits = _as_far_as_queries(left_out[0], own) if head.has_fixed_metric else left_out[0]
+        temperature = fit_temperature(logits, own)
+    if not reject:
+        return float(temperature), None
+    if head.is_squared_distance:
+        left_out[0] = _as_far_as_queries(left_out[0], own)
+    return float(temperature), OutlierScore.fit(left_out, support, labels, false_rejection_rate)
 
 
 def _left_out(head: Head[Any], features: Tensor, labels: Tensor) -> Tensor:
-    """Logits (n, k) of left-out examples, float64 on the CPU, as far from their own class as queries are."""
+    """Logits (n, k) of left-out examples, float64 on the CPU."""
     with torch.no_grad():
-        logits = head.leave_one_out_logits(features, labels).cpu().double()
-    if head.is_squared_distance:
-        # Of n_k examples with covariance S, one lies tr(Q^-1 S) (1 + 1 / (n_k - 1)) from the mean of the others on
-        # average, but a query tr(Q^-1 S) (1 + 1 / n_k) from the mean of all. The ratio is 1 - 1 / n_k^2.
-        own = labels.cpu()[:, None]
-        shrink = 1 - 1 / own.flatten().bincount()[own].double().square()
-        logits = logits.scatter(1, own, shrink * logits.gather(1, own))
-    return logits
+        return head.leave_one_out_logits(features, labels).cpu().double()
+
+
+def _as_far_as_queries(logits: Tensor, labels: Tensor) -> Tensor:
+    """Logits (n, k) of left-out examples with squared distances as far from their own class as those of queries.
+
+    Of n_k examples with covariance S, one lies tr(Q^-1 S) (1 + 1 / (n_k - 1)) from the mean of the others on average,
+    but a query tr(Q^-1 S) (1 + 1 / n_k) from the mean of all. The ratio is 1 - 1 / n_k^2.
+    """
+    own = labels[:, None]
+    shrink = 1 - 1 / labels.bincount()[own].double().square()
+    return logits.scatter(1, own, shrink * logits.gather(1, own))
 
 
 def check_settings(temperature: float | str, false_rejection_rate: float) -> None:
