@@ -153,7 +153,9 @@ def test_several_checkpoints_are_compared_on_the_same_episodes(folder, checkpoin
                 variances.append(difference.var(ddof=1) / len(difference))
             half_width = 1.96 * np.sqrt(np.sum(variances)) / len(results)
             assert gained["accuracy"][column] == pytest.approx([np.mean(means), half_width, 4])
-            assert cell == f"{100 * np.mean(means):+.1f} ± {100 * half_width:.1f}"
+            shown = [float(number) for number in cell.split(" ± ")]
+            rounding = 0.05 + 1e-6  # a tie, of shares of eight queries, goes either way by the last bit
+            assert shown == pytest.approx([100 * np.mean(means), 100 * half_width], abs=rounding)
     assert re.search(r"average of 2, less Simple CNAPS, 4-way 1-shot +& ", evaluated("--format", "latex"))
 
 

@@ -195,14 +195,17 @@ def test_variants_are_what_their_names_say(model):
         episode = draw_episode(source.indices_of_class(), [3] * 4, 3, episode_rng(0, index))
         support, query = source.network_input(episode.support), source.network_input(episode.query)
         labels = torch.from_numpy(episode.support_labels)
-        adapted, plain = (projecting.adapt(support, labels, adapt=adapt) for adapt in (True, False))
+        networks = (projecting.adapted_network(support, labels, adapt=adapt) for adapt in (True, False))
+        (adapted, of_queries), (plain, plain_of_queries) = (
+            (network.unprojected_features(support), network.unprojected_features(query)) for network in networks
+        )
         no_task = MahalanobisHead(RegularizedCovariance(task_covariance=False))
         with torch.no_grad():
             space = projecting.projection
             logits = [
-                no_task(space(adapted.support_features), labels, space(adapted.features(query))),
-                model.head(adapted.support_features, labels, adapted.features(query)),
-                ManhattanHead()(space(plain.support_features), labels, space(plain.features(query))),
+                no_task(space(adapted), labels, space(of_queries)),
+                model.head(adapted, labels, of_queries),
+                ManhattanHead()(space(plain), labels, space(plain_of_queries)),
             ]
         for variant, of_variant in zip(variants, logits, strict=True):
             right = of_variant.argmax(1).numpy() == episode.query_labels

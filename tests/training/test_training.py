@@ -178,8 +178,7 @@ def test_the_mean_over_positions_is_the_output_for_the_features(folder):
 
 
 def test_a_dense_backbone_learns_the_classes(folder, tmp_path):
-    settings = {**PRETRAIN, "epochs": 10, "batch_size": 24, "peak_lr": 0.02, "dense": True}
-    settings |= {"image_size": 24, "phases": ((1.0, 24),)}
+    settings = {**PRETRAIN, "epochs": 20, "batch_size": 24, "peak_lr": 0.02, "dense": True}
     pretrain(PretrainRecipe((folder,), **settings), tmp_path, device="cpu", progress=False)
     assert log_of(tmp_path)[-1]["loss"] < 0.5 * math.log(6)
 
