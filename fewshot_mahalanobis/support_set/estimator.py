@@ -18,12 +18,24 @@ from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
 
 
 class Predictions(NamedTuple):
-    """Everything that a classifier says about m queries."""
+    """Everything that a classifier says about m queries.
 
-    labels: NDArray[Any]  # (m,), as ``predict``
-    probabilities: NDArray[np.float64]  # (m, k), as ``predict_proba``
-    unknown: NDArray[np.bool_]  # (m,), whether the query belongs to no class
-    features: NDArray[np.floating]  # (m, d), as ``transform``
+    Parameters
+    ----------
+    labels : ndarray of shape (m,)
+        As ``predict``.
+    probabilities : float64 ndarray of shape (m, k)
+        As ``predict_proba``.
+    unknown : bool ndarray of shape (m,)
+        Whether the query belongs to no class.
+    features : ndarray of shape (m, d)
+        What the head classifies; for images as ``transform``.
+    """
+
+    labels: NDArray[Any]
+    probabilities: NDArray[np.float64]
+    unknown: NDArray[np.bool_]
+    features: NDArray[np.floating]
 
 
 class FittedHeadMixin(ClassifierMixin):
