@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 import torchvision
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors.torch import save
 from sklearn.base import clone
 from torch import Tensor, nn
 
@@ -28,7 +26,6 @@ from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.gaussians.choose import choose_beta
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.heads import EuclideanHead
-from tests.checkpoints.checkpoint_server import Hub, hub_on_this_machine
 
 SIZE = 32
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -66,13 +63,19 @@ def pictures(n: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, size=(n, 40, 50, 3), dtype=np.uint8)
 
 
+def classifier_images(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The same in [-1, 1] (n, 3, s, s), as the model reads them."""
+    resized = [Image.fromarray(i).resize((SIZE, SIZE), Image.Resampling.BILINEAR) for i in images]
+    return np.stack(resized).transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1
+
+
 def by_hand(network: nn.Module, images: NDArray[np.uint8]) -> Tensor:
     """Features of a network in evaluation mode, of images resized and normalised here."""
     resized = [Image.fromarray(i).resize((SIZE, SIZE), Image.Resampling.BILINEAR) for i in images]
     x = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255
     x = (x - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
     with torch.no_grad():
-        return network.eval()(x).flatten(1)
+        return network.eval()(x.contiguous()).flatten(1)
 
 
 def model_on(network: nn.Module, **arguments: Any) -> SimpleCNAPS:
@@ -204,9 +207,7 @@ def test_onnx_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     classifier = classifier_on(seeded(make)).fit(pictures(8), LABELS)
     classifier.export_onnx(tmp_path / "colours.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "colours.onnx")
-    resized = [Image.fromarray(i).resize((SIZE, SIZE), Image.Resampling.BILINEAR) for i in pictures(3, seed=1)]
-    images = np.stack(resized).transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1
-    (logits,) = session.run(["logits"], {"images": images})
+    (logits,) = session.run(["logits"], {"images": classifier_images(pictures(3, seed=1))})
     expected = classifier.decision_function(pictures(3, seed=1))
     np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
@@ -290,6 +291,25 @@ def test_a_module_that_cannot_be_copied_is_refused() -> None:
         model_on(network)
 
 
+def test_a_network_that_cannot_read_channels_last_is_not_folded() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 5, stride=4), nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x)).view(len(x), -1)
+
+    network = seeded(Views)
+    backbone = model_on(network).feature_extractor
+    folded = backbone.for_inference()
+    assert any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
+    expected = by_hand(network, pictures(3))
+    images = torch.from_numpy(classifier_images(pictures(3)))
+    with torch.no_grad():
+        torch.testing.assert_close(folded(images), expected, rtol=1e-4, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------- files
 
 
@@ -370,72 +390,6 @@ def test_a_hostile_description_of_a_backbone_is_refused(
     given = None if isinstance(change.get("timm"), str) else own_network()
     with pytest.raises(CheckpointError, match=message):
         SimpleCNAPS.from_pretrained(tmp_path, backbone=given)
-
-
-# ------------------------------------------------------------------------------------- names of timm
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with random weights for two small networks of timm, as timm would find its own there."""
-    with hub_on_this_machine(monkeypatch, tmp_path / "cache") as hub:
-        for name in ("test_vit.r160_in1k", "test_resnet.r160_in1k"):
-            network = seeded(lambda name=name: timm.create_model(name))  # type: ignore[misc]
-            hub.commit(f"timm/{name}", {"model.safetensors": save(network.state_dict())})
-        yield hub
-
-
-def test_a_name_gives_timms_pretrained_network_as_timm_prepares_its_images(hub: Hub) -> None:
-    state = torch.get_rng_state()
-    model = SimpleCNAPS.from_backbone("test_resnet")
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.config["backbone"]["timm"] == "test_resnet.r160_in1k"
-    assert model.image_size == 160
-    network = timm.create_model("test_resnet.r160_in1k", pretrained=True, num_classes=0).eval()
-    data = timm.data.resolve_model_data_config(network)
-    assert (tuple(data["mean"]), tuple(data["std"])) == (model.feature_extractor.mean, model.feature_extractor.std)
-    pixels = torch.rand(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
-    normalised = (pixels - torch.tensor(data["mean"])[:, None, None]) / torch.tensor(data["std"])[:, None, None]
-    with torch.no_grad():
-        torch.testing.assert_close(model.feature_extractor(2 * pixels - 1), network(normalised), rtol=1e-4, atol=1e-4)
-
-
-def test_a_classifier_on_a_name_comes_back_from_its_file_without_a_connection(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = SimpleCNAPS.from_backbone("test_vit.r160_in1k", image_size=SIZE, std=STD)  # other position embeddings
-    classifier = SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8), LABELS)
-    classifier.save(tmp_path / "colours.safetensors")
-    model.save_pretrained(tmp_path / "checkpoint")
-    requests, state = len(hub.server.requests), torch.get_rng_state()
-    restored = SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", device="cpu")
-    assert len(hub.server.requests) == requests
-    assert torch.equal(torch.get_rng_state(), state)
-    np.testing.assert_allclose(restored.predict_proba(pictures(4)), classifier.predict_proba(pictures(4)), rtol=1e-5)
-    again = SimpleCNAPSClassifier(tmp_path / "checkpoint", device="cpu").fit(pictures(8), LABELS)
-    np.testing.assert_allclose(again.predict_proba(pictures(4)), classifier.predict_proba(pictures(4)), rtol=1e-5)
-
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ImportError, match=r"fewshot-mahalanobis\[backbones\]"):
-        SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors")
-
-
-def test_a_name_that_timm_does_not_know_or_cannot_fetch_is_a_clear_error(hub: Hub) -> None:
-    with pytest.raises(ValueError, match=r"timm could not make 'resnet_of_the_future'.*list_models"):
-        SimpleCNAPS.from_backbone("resnet_of_the_future")
-    with pytest.raises(ValueError, match="timm could not make 'test_convnext'"):
-        SimpleCNAPS.from_backbone("test_convnext")
-
-
-def test_a_file_that_names_a_larger_network_than_it_holds_is_refused_before_that_takes_memory(
-    hub: Hub, tmp_path: Path
-) -> None:
-    SimpleCNAPS.from_backbone("test_resnet").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["backbone"]["timm"] = "vit_gigantic_patch14_clip_224.laion2b"  # 1.8 billion weights
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="missing"):
-        SimpleCNAPS.from_pretrained(tmp_path)
 
 
 def test_weights_of_a_module_with_whole_numbers_of_other_types_come_back(tmp_path: Path) -> None:
