@@ -117,6 +117,31 @@ def test_no_module_imports_a_private_name_of_another() -> None:
     assert private == []
 
 
+def own_names(tree: ast.AST) -> set[str]:
+    """Names that a file gives to functions, classes, variables and attributes of ``self``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            names.add(node.attr)
+    return names
+
+
+def test_no_module_uses_a_private_attribute_that_another_defines() -> None:
+    names = {name: own_names(parsed(file)) for name, file in modules().items()}
+    private = [
+        f"{name}: {ast.unparse(node)}"
+        for name, file in modules().items()
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if node.attr not in names[name] and any(node.attr in others for others in names.values())
+    ]
+    assert private == []
+
+
 @pytest.mark.parametrize("room", ["gaussians", "heads", "support_set", "feature_classifier"])
 def test_the_mathematics_knows_nothing_of_images(room: str) -> None:
     for name, targets in graph().items():

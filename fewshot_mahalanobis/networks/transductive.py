@@ -8,14 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.inputs import (
-    class_means,
-    full_precision,
-)
+from fewshot_mahalanobis.gaussians.inputs import class_means, full_precision
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, mean_over_set
-
-#: Refinements of the classes: at least, and at most.
-MIN_STEPS, MAX_STEPS = 2, 4
 
 
 class TransductiveSetEncoder(SetEncoder):
