@@ -43,6 +43,7 @@ class EfficientNetSettings(msgspec.Struct, forbid_unknown_fields=True):
 
     network: Literal["efficientnet-lite0", "lite-efficientnet-b0"]
     positions: Positions | msgspec.UnsetType = msgspec.UNSET
+    last_maps: Annotated[float, msgspec.Meta(gt=0)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelSettings(msgspec.Struct, Generic[Description], forbid_unknown_fields=True):
@@ -58,6 +59,7 @@ class ModelSettings(msgspec.Struct, Generic[Description], forbid_unknown_fields=
     image_size: int
     encoder_size: int | msgspec.UnsetType = msgspec.UNSET
     task_encoder: str | msgspec.UnsetType = msgspec.UNSET
+    frozen_features: bool | msgspec.UnsetType = msgspec.UNSET
     backbone: Description | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -138,11 +140,12 @@ def model_without_weights(
 def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Module | None) -> Backbone | EfficientNet:
     """Make what a description describes, its weights yet to be loaded; a copy of ``network`` is used."""
     positions = description.get("positions", ())
+    last_maps = description.get("last_maps", 0.0)
     if description.get("network") == LITE0:
-        return EfficientNet.pretrained(image_size, positions)
+        return EfficientNet.pretrained(image_size, positions, last_maps)
     if "network" in description:
         with torch.device("meta"):
-            return EfficientNet(description["network"], image_size, positions)
+            return EfficientNet(description["network"], image_size, positions, last_maps)
     timm = description["timm"]
     if network is not None:
         network = copy.deepcopy(network).float()

@@ -18,6 +18,7 @@ def pretrained_extractor(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     positions: Sequence[str] | None = (),
+    last_maps: float = 0.0,
 ) -> Backbone | EfficientNet:
     """Make a pretrained network without its classification layer.
 
@@ -29,6 +30,8 @@ def pretrained_extractor(
         As in :meth:`SimpleCNAPS.from_backbone <fewshot_mahalanobis.SimpleCNAPS.from_backbone>`.
     positions : sequence of str, optional
         Normalisation layers that FiLM follows; none by default, and None finds them by rule.
+    last_maps : float
+        As in :class:`~fewshot_mahalanobis.networks.efficientnet.EfficientNet`; ignored for networks of timm.
 
     Raises
     ------
@@ -40,7 +43,7 @@ def pretrained_extractor(
     if name == LITE0:
         if mean is not None or std is not None:
             raise ValueError(f"{name!r} has a known normalisation of its images: leave out mean and std")
-        return EfficientNet.pretrained(image_size or 224, positions)
+        return EfficientNet.pretrained(image_size or 224, positions, last_maps)
     network = timm_network(name, image_size, pretrained=True)
     from timm.data import resolve_model_data_config
 

@@ -30,15 +30,16 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.gaussians.inputs import full_precision
 from fewshot_mahalanobis.heads import Head, LinearHead, MahalanobisHead, TransductiveHead, make_head
 from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import EfficientNet
+from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator, NetworkFilmGenerator
 from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
-from fewshot_mahalanobis.networks.set_encoder import SetEncoder
+from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, mean_over_set
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
 from fewshot_mahalanobis.networks.transductive import TransductiveSetEncoder
 from fewshot_mahalanobis.support_set.features import Features
@@ -94,6 +95,9 @@ class SimpleCNAPS(
         How the task representation is computed: as the mean of the support set's encodings, or by the LSTM of
         Transductive CNAPS, which reads the queries too (Bateni et al., WACV 2022). With "transductive" a forward pass
         also refines the classes by the queries (:class:`~fewshot_mahalanobis.heads.TransductiveHead`).
+    frozen_features : bool
+        Add to the task representation a learned linear map of what the frozen network sees: mean and standard
+        deviation of its features over the support set. It costs one more forward pass of the support set.
     backbone : Backbone or EfficientNet, optional
         A frozen network in place of the FiLM ResNet18, as :meth:`from_backbone` makes it.
 
@@ -125,6 +129,7 @@ class SimpleCNAPS(
         image_size: int = 84,
         encoder_size: int | None = None,
         task_encoder: str = "mean",
+        frozen_features: bool = False,
         backbone: Backbone | EfficientNet | None = None,
     ) -> None:
         super().__init__()
@@ -151,6 +156,8 @@ class SimpleCNAPS(
                 "task_encoder='transductive' needs adaptation, and head='mahalanobis' with a number as beta and the "
                 "defaults of task_covariance and one_shot_covariance"
             )
+        if frozen_features and (adaptation == "none" or self.is_transductive):
+            raise ValueError("frozen_features=True needs adaptation and task_encoder='mean'")
         self.config: dict[str, Any] = {
             "adaptation": adaptation,
             "head": head,
@@ -165,6 +172,8 @@ class SimpleCNAPS(
             self.config["encoder_size"] = encoder_size
         if self.is_transductive:
             self.config["task_encoder"] = task_encoder
+        if frozen_features:
+            self.config["frozen_features"] = True
         if backbone is not None:
             self.config["backbone"] = backbone.description
         self.encoder_size = encoder_size
@@ -174,6 +183,10 @@ class SimpleCNAPS(
         )
         generator = GENERATORS[adaptation]
         self.set_encoder = TASK_ENCODERS[task_encoder]() if generator is not None else None
+        self.feature_encoder: nn.Linear | None = None
+        if frozen_features:
+            self.feature_encoder = nn.Linear(2 * self.feature_extractor.out_features, TASK_FEATURES, bias=False)
+            nn.init.zeros_(self.feature_encoder.weight)  # training starts from the set encoder alone
         self.film_generator: FilmGenerator | None = None
         if generator is not None:
             self.film_generator = generator() if backbone is None else NetworkFilmGenerator(backbone.film_positions)
@@ -206,11 +219,24 @@ class SimpleCNAPS(
             raise ValueError("this model does not adapt: it has no set encoder")
         support = self.encoder_input(support_images)
         if not self.is_transductive:
-            return self.set_encoder(support, batch_size)
+            z = self.set_encoder(support, batch_size)
+            return z if self.feature_encoder is None else z + self._encoded_features(support_images, batch_size)
         if support_labels is None:
             raise ValueError("this model's task encoder is transductive: it needs support_labels")
         queries = None if query_images is None else self.encoder_input(query_images)
         return self.set_encoder(support, support_labels, queries, batch_size)
+
+    def _encoded_features(self, support_images: Tensor, batch_size: int | None) -> Tensor:
+        """Map mean and standard deviation of the frozen network's features of the support set to shape (64,)."""
+        assert self.feature_encoder is not None
+        device = self.device.type
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(device) else torch.float32
+        features = self.with_film(None, dtype).unprojected_features(support_images, batch_size or len(support_images))
+        mean = mean_over_set(features)
+        deviation = mean_over_set((features - mean).square()).sqrt()
+        with full_precision(mean):
+            encoded: Tensor = self.feature_encoder(torch.cat([mean, deviation]))
+        return encoded
 
     def encoder_input(self, images: Tensor) -> Tensor:
         """Resize images (n, 3, h, w) to ``encoder_size``."""
@@ -404,6 +430,8 @@ class SimpleCNAPS(
         adaptation: str = "none",
         positions: Sequence[str] | None = None,
         encoder_size: int | None = None,
+        frozen_features: bool = False,
+        last_maps: float = 0.0,
     ) -> SimpleCNAPS:
         """Put the head on another frozen network: of timm, of torchvision, or of your own.
 
@@ -435,6 +463,10 @@ class SimpleCNAPS(
             transformer, every one.
         encoder_size : int, optional
             Side that images are resized to for the set encoder, in pixels. By default they are not resized.
+        frozen_features : bool
+            As above.
+        last_maps : float
+            As in :class:`~fewshot_mahalanobis.networks.efficientnet.EfficientNet`; for "efficientnet-lite0" alone.
 
         Returns
         -------
@@ -452,8 +484,10 @@ class SimpleCNAPS(
         """
         settings: Any = {"image_size": image_size, "mean": mean, "std": std}
         settings["positions"] = positions if adaptation == "film" else ()
+        if last_maps and backbone != LITE0:
+            raise ValueError(f"last_maps is for {LITE0!r}, not for another backbone")
         if isinstance(backbone, str):
-            extractor: Backbone | EfficientNet = pretrained_extractor(backbone, **settings)
+            extractor: Backbone | EfficientNet = pretrained_extractor(backbone, **settings, last_maps=last_maps)
         else:
             extractor = Backbone.from_module(backbone, **settings)
         return cls(
@@ -464,6 +498,7 @@ class SimpleCNAPS(
             task_covariance=task_covariance,
             image_size=extractor.image_size,
             encoder_size=encoder_size,
+            frozen_features=frozen_features,
             backbone=extractor,
         ).eval()
 

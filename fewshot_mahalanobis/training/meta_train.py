@@ -151,12 +151,20 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
         raise ValueError("feature_scale is for the FiLM ResNet18; of another network set model.beta")
     if recipe.init is not None:
         before = load_checkpoint(recipe.init)
-        not_weights = {name: model.config[name] for name in ("head", "scale", "beta", "image_size")}
-        if {**before.config, **not_weights} != model.config:
+        if _of_adaptation(before) != _of_adaptation(model):
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
         start = {name: x for name, x in before.state_dict().items() if not name.startswith("feature_extractor.")}
         model.load_state_dict({**model.state_dict(), **start})
     return model
+
+
+def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
+    """Settings that fix the weights which a run can start from; a feature encoder starts from zero if there is none."""
+    others = {"head", "scale", "beta", "image_size", "frozen_features"}
+    settings = {name: value for name, value in model.config.items() if name not in others}
+    if isinstance(network := settings.get("backbone"), dict):
+        settings["backbone"] = {name: value for name, value in network.items() if name != "last_maps"}
+    return settings
 
 
 def meta_train(
