@@ -318,3 +318,29 @@ def test_meta_training_on_a_network_by_name_learns_set_encoder_generator_and_sca
     buffer = io.BytesIO()
     torch.save(after.state_dict(), buffer)
     assert buffer.tell() < 8_000_000
+
+
+def test_means_of_the_last_maps_follow_the_final_features():
+    torch.manual_seed(0)
+    images = torch.rand(2, 3, 64, 64) * 2 - 1
+    plain, both = EfficientNet.pretrained(64, None), EfficientNet.pretrained(64, None, last_maps=0.5)
+    film = Film({name: (torch.rand(c) + 0.5, torch.randn(c) * 0.1) for name, c in both.film_positions.items()})
+    maps = []
+    plain.network.blocks.register_forward_hook(lambda module, inputs, output: maps.append(output))
+    with torch.no_grad():
+        wanted = torch.cat([plain(images), 0.5 * maps[0].mean((2, 3))], dim=1)
+        assert both.out_features == wanted.shape[1] == 1600
+        torch.testing.assert_close(both(images), wanted)
+        torch.testing.assert_close(both.for_inference()(images), wanted, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(both.for_inference(film)(images), both(images, film), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf")])
+def test_a_bad_factor_of_the_last_maps_is_refused(factor):
+    with pytest.raises(ValueError, match="last_maps"):
+        EfficientNet(LITE0, last_maps=factor)
+
+
+def test_last_maps_are_for_our_network_alone():
+    with pytest.raises(ValueError, match="last_maps"):
+        SimpleCNAPS.from_backbone(nn.Flatten(), image_size=32, mean=(0,) * 3, std=(1,) * 3, last_maps=0.6)

@@ -191,3 +191,32 @@ def test_wrong_episodes_are_named(model):
         model.adapt(support, labels * 2)
     with pytest.raises(ValueError, match="no set encoder"):
         model_with(adaptation="none").task_representation(support)
+
+
+def test_the_task_representation_reads_the_frozen_features():
+    torch.manual_seed(0)
+    model = SimpleCNAPS(frozen_features=True).eval()
+    support = torch.rand(6, 3, 84, 84) * 2 - 1
+    with torch.no_grad():
+        alone = model.set_encoder(support)
+        torch.testing.assert_close(model.task_representation(support), alone, rtol=0, atol=0)  # before training
+        torch.nn.init.normal_(model.feature_encoder.weight, std=0.1)
+        features = model.feature_extractor(support)
+        statistics = torch.cat([features.mean(0), features.std(0, correction=0)])
+        wanted = alone + model.feature_encoder.weight @ statistics
+        torch.testing.assert_close(model.task_representation(support), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.task_representation(support, 2), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"adaptation": "none"}, {"task_encoder": "transductive"}])
+def test_frozen_features_need_a_set_encoder_that_takes_them(settings):
+    with pytest.raises(ValueError, match="frozen_features"):
+        SimpleCNAPS(frozen_features=True, **settings)
+
+
+def test_frozen_features_are_kept_in_a_checkpoint(tmp_path):
+    model = SimpleCNAPS(frozen_features=True).eval()
+    model.save_pretrained(tmp_path)
+    again = SimpleCNAPS.from_pretrained(tmp_path)
+    assert again.config == model.config
+    assert torch.equal(again.feature_encoder.weight, model.feature_encoder.weight)
