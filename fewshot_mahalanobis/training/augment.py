@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.data.sources import ImageSource
+from fewshot_mahalanobis.images import to_network_range
 
 
 def uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> Tensor:
@@ -106,6 +109,43 @@ def augment_task(images: Tensor, size: int, grey: bool, rng: np.random.Generator
         images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
     contrast, brightness = rng.uniform(0.7, 1.2), rng.uniform(-0.2, 0.2)
     return (images * contrast + brightness).clamp(-1, 1).contiguous(memory_format=torch.channels_last)
+
+
+def camera_task(images: Tensor, size: int, rng: np.random.Generator) -> Tensor:
+    """Change the photographs (n, 3, h, w) of a task as cameras do: (n, 3, size, size), channels last in memory.
+
+    How much is drawn for the task, and then for each image by itself, support and query alike: crop, mirror, contrast,
+    brightness and white balance. For some tasks all images are less sharp, compressed by JPEG, or grey. Values are in
+    [-1, 1].
+    """
+    generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
+    pixels = ((images + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
+    soft = rng.random() < 0.2
+    sharpness = max(24, int(size * rng.uniform(0.35, 0.9))) if soft else size
+    pixels = random_resized_crops(pixels, sharpness, float(rng.choice([0.5, 0.75, 1.0])), generator)
+    if rng.random() < 0.2:
+        pixels = _compressed(pixels, quality=int(rng.integers(30, 90)))
+    images = to_network_range(pixels)
+    if sharpness != size:
+        images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
+    if rng.random() < 0.7:
+        images = random_flips(images, generator)
+    images = random_brightness_contrast(images, rng.uniform(0, 0.25), generator)
+    white = uniform((len(images), 3, 1, 1), -1, 1, generator) * rng.uniform(0, 0.12)
+    images = (images + 1) * (1 + white) - 1
+    if rng.random() < 0.05:
+        images = images.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1)
+    return images.clamp(-1, 1).contiguous(memory_format=torch.channels_last)
+
+
+def _compressed(images: Tensor, quality: int) -> Tensor:
+    """Compress uint8 images (n, 3, h, w) by JPEG and read them again."""
+    decoded = []
+    for image in images.permute(0, 2, 3, 1).numpy():
+        file = io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(image)).save(file, "JPEG", quality=quality)
+        decoded.append(np.asarray(Image.open(file)))
+    return torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2)
 
 
 def cut_to_ink(images: Tensor, margin: float) -> Tensor:

@@ -158,6 +158,13 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
     return model
 
 
+@torch.no_grad()
+def _frozen_logits(model: SimpleCNAPS, task: Task, dtype: torch.dtype) -> Tensor:
+    """Logits (m, k) of a task's queries by the network without adaptation."""
+    adapted = model.adapt(task.support_images, task.support_labels, adapt=False, dtype=dtype)
+    return adapted.logits(task.query_images)
+
+
 def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
     """Settings that fix the weights which a run can start from; a feature encoder starts from zero if there is none."""
     others = {"head", "scale", "beta", "image_size", "frozen_features"}
@@ -214,12 +221,13 @@ def meta_train(
     loss_of = model.method.loss if isinstance(model, Baseline) else F.cross_entropy
     save: Callable[..., None] = save_baseline if isinstance(model, Baseline) else save_checkpoint
 
+    largest = max(model.image_size, *recipe.sizes, 0)
     opened = {
-        source: open_training_source(source, root=recipe.root, size=model.image_size, lazy=lazy)
+        source: open_training_source(source, root=recipe.root, size=largest, lazy=lazy)
         for source in dict.fromkeys(recipe.sources + recipe.validation)
     }
     training = TrainingTasks([opened[source] for source in recipe.sources], recipe, model.image_size)
-    validation = {source: ValidationTasks(opened[source], recipe) for source in recipe.validation}
+    validation = {source: ValidationTasks(opened[source], recipe, model.image_size) for source in recipe.validation}
 
     model.to(memory_format=torch.channels_last)
     if isinstance(model, Baseline):
@@ -266,6 +274,9 @@ def meta_train(
                 accuracy = (logits.argmax(1) == task.query_labels).float().mean()
                 means += torch.stack([loss.detach(), accuracy]) / share
                 objective = loss / share
+                if recipe.floor:
+                    frozen = loss_of(_frozen_logits(model, task, dtype), task.query_labels)
+                    objective = objective + recipe.floor * F.relu(loss - frozen) / share
                 if last_task and model.film_generator is not None:  # the penalty counts once per step
                     objective = objective + recipe.penalty * model.film_generator.penalty()
                 objective.backward()

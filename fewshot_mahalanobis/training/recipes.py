@@ -163,8 +163,16 @@ class MetaTrainRecipe(_Checked):
         Query images per class; the maximum in the variable protocol.
     augment : bool
         Augment every task (:func:`~fewshot_mahalanobis.training.augment.augment_task`).
+    camera : bool
+        With ``augment``, change half of the tasks of photographs as cameras do instead
+        (:func:`~fewshot_mahalanobis.training.augment.camera_task`).
     phases : tuple of (float, int)
         Share of training, side of its images in pixels; empty: the model's image size throughout.
+    sizes : tuple of int
+        Draw the side of each task's images from these, in pixels, instead of following ``phases``.
+    floor : float
+        Add this factor times what the loss exceeds that of the network without adaptation, so that adapting does not
+        lose where the network is right as it is.
     lite : int, optional
         LITE: back-propagate through this many random support images per task, to bound memory
         (:mod:`~fewshot_mahalanobis.training.lite`).
@@ -204,7 +212,10 @@ class MetaTrainRecipe(_Checked):
     shot: Count = 5
     queries: Count = 10
     augment: bool = False
+    camera: bool = False
     phases: Phases = ()
+    sizes: tuple[Count, ...] = ()
+    floor: NotNegative = 0.0
     lite: Count | None = None
     precision: Precision = "auto"
     validate_every: Count = 10_000
@@ -213,6 +224,10 @@ class MetaTrainRecipe(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.sizes and self.phases:
+            raise ValueError("sizes and phases exclude each other: both set the side of the images")
+        if self.floor and self.method is not None:
+            raise ValueError("floor is for Simple CNAPS: a method has no network without adaptation to compare with")
         if self.tasks < self.tasks_per_step:
             raise ValueError(f"tasks = {self.tasks} is less than one step of tasks_per_step = {self.tasks_per_step}")
 

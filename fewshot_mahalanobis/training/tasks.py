@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from fewshot_mahalanobis.data.sources import ImageSource
 from fewshot_mahalanobis.episodes.meta_dataset import EVALUATION, TRAINING, VariableEpisodes
 from fewshot_mahalanobis.episodes.sampling import Episodes, FixedEpisodes, SmallEpisodes, episode_rng
-from fewshot_mahalanobis.training.augment import augment_task, is_grey
+from fewshot_mahalanobis.training.augment import augment_task, camera_task, is_grey
 from fewshot_mahalanobis.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.training.run import image_size_at
 
@@ -68,7 +68,7 @@ class TrainingTasks(Dataset[Task]):
         self.episodes = [training_episodes(source, recipe) for source in sources]
         for episodes in self.episodes:
             episodes.draw(0)  # fail now if the source is too small, not in a worker
-        self.grey = [recipe.augment and is_grey(source) for source in sources]
+        self.grey = [(recipe.augment or recipe.camera) and is_grey(source) for source in sources]
         self.first_class: dict[str, int] = {}
         count = 0
         for name, source in zip(recipe.sources, sources, strict=True):
@@ -88,7 +88,11 @@ class TrainingTasks(Dataset[Task]):
             order = rng.permutation(order)
         images = self.sources[which].network_input(np.concatenate([episode.support[order], episode.query]))
         size = image_size_at(number / len(self), self.phases)
-        if self.recipe.augment:
+        if self.recipe.sizes:
+            size = int(rng.choice(self.recipe.sizes))
+        if self.recipe.camera and not self.grey[which] and rng.random() < 0.5:
+            images = camera_task(images, size, rng)
+        elif self.recipe.augment:
             images = augment_task(images, size, self.grey[which], rng)
         task = _task(images, episode.support_labels[order], episode.query_labels, size)
         classes = np.unique(self.sources[which].labels[episode.support])
@@ -98,8 +102,9 @@ class TrainingTasks(Dataset[Task]):
 class ValidationTasks(Dataset[Task]):
     """Validation tasks of one source, by episode number."""
 
-    def __init__(self, source: ImageSource, recipe: MetaTrainRecipe) -> None:
+    def __init__(self, source: ImageSource, recipe: MetaTrainRecipe, size: int) -> None:
         self.source = source
+        self.size = size
         self.count = recipe.validation_episodes
         self.episodes = validation_episodes(source, recipe)
         self.episodes.draw(0)
@@ -110,7 +115,7 @@ class ValidationTasks(Dataset[Task]):
     def __getitem__(self, number: int) -> Task:
         episode = self.episodes.draw(number)
         images = self.source.network_input(np.concatenate([episode.support, episode.query]))
-        return _task(images, episode.support_labels, episode.query_labels, images.shape[-1])
+        return _task(images, episode.support_labels, episode.query_labels, self.size)
 
 
 def _task(images: Tensor, support_labels: NDArray[np.int64], query_labels: NDArray[np.int64], size: int) -> Task:
