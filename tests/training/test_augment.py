@@ -1,7 +1,9 @@
+import numpy as np
 import torch
 
 from fewshot_mahalanobis.images import to_network_range
 from fewshot_mahalanobis.training.augment import (
+    camera_task,
     random_brightness_contrast,
     random_flips,
     random_resized_crops,
@@ -101,3 +103,17 @@ def test_a_share_of_the_images_loses_detail_and_drawings_are_inverted():
         photographs, torch.where(((moved * images).mean((1, 2, 3)) < 0)[:, None, None, None], -moved, moved)
     )
     assert torch.equal(images, to_network_range(noise(1000, 64)).permute(0, 3, 1, 2))
+
+
+def test_a_camera_gives_pictures_of_the_size_asked_for_each_changed_by_itself():
+    picture = torch.rand(1, 3, 48, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    seen = []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        images = camera_task(picture.expand(4, -1, -1, -1), 40, rng)
+        assert images.shape == (4, 3, 40, 40)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert images.abs().max() <= 1
+        assert torch.equal(images, camera_task(picture.expand(4, -1, -1, -1), 40, np.random.default_rng(seed)))
+        seen.append(not torch.equal(images[0], images[1]))
+    assert all(seen)

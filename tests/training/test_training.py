@@ -319,6 +319,55 @@ def test_loss_and_gradient_of_a_step_are_means_over_its_tasks_and_the_penalty_co
             torch.testing.assert_close(after[sure], expected[sure], rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_the_floor_adds_what_the_loss_exceeds_that_without_adaptation(folder, backbone, tmp_path):
+    """Against a plain loop: Adam's first step moves every weight by its rate, against the sign of the gradient."""
+    recipe = meta_recipe(folder, backbone, tasks=2, precision="float32", penalty=0.0, floor=3.0)
+    trained = meta_train(recipe, tmp_path, device="cpu", progress=False)
+    model = meta_training.starting_model(recipe)
+    tasks = TrainingTasks([load_source(folder, size=32)], recipe, 32)
+    objective = torch.zeros(())
+    for task in (tasks[0], tasks[1]):
+        logits = model(task.support_images, task.support_labels, task.query_images)
+        with torch.no_grad():
+            features = [model.feature_extractor(images) for images in (task.support_images, task.query_images)]
+            before = model.head(features[0], task.support_labels, features[1])
+        loss, floor = (torch.nn.functional.cross_entropy(x, task.query_labels) for x in (logits, before))
+        objective = objective + (loss + 3.0 * (loss - floor).clamp(min=0)) / 2
+    objective.backward()
+    for (name, start), after in zip(model.named_parameters(), trained.parameters(), strict=True):
+        if start.grad is not None:
+            expected = start - recipe.learning_rate * start.grad / (start.grad.abs() + 1e-8)
+            sure = start.grad.abs() > 1e-6
+            torch.testing.assert_close(after[sure], expected[sure], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_sizes_are_drawn_for_each_task(folder, backbone):
+    recipe = meta_recipe(folder, backbone, sizes=(32, 48), augment=True, camera=True, tasks=16)
+    tasks = TrainingTasks([load_source(folder, size=48)], recipe, 32)
+    sides = [tasks[number].support_images.shape[-1] for number in range(16)]
+    assert {*sides} == {32, 48}
+    assert torch.equal(tasks[3].query_images, tasks[3].query_images)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"sizes": (32,), "phases": ((1.0, 32),)}, "sizes"), ({"floor": 1.0, "method": "protonet"}, "floor")],
+)
+def test_settings_that_exclude_each_other_are_refused(settings, message, folder, backbone):
+    with pytest.raises(ValueError, match=message):
+        meta_recipe(folder, backbone, **settings)
+
+
+def test_a_run_may_add_features_to_the_checkpoint_it_starts_from(folder, backbone, tmp_path):
+    meta_train(meta_recipe(folder, backbone), tmp_path / "first", device="cpu", progress=False)
+    wider = {"image_size": 32, "frozen_features": True}
+    recipe = meta_recipe(folder, backbone, model=wider, init=str(tmp_path / "first" / "checkpoint"))
+    model, before = meta_training.starting_model(recipe), load_checkpoint(str(tmp_path / "first" / "checkpoint"))
+    support = torch.rand(5, 3, 32, 32) * 2 - 1
+    with torch.no_grad():
+        assert torch.equal(model.task_representation(support), before.task_representation(support))
+
+
 def test_meta_training_starts_from_the_adaptation_networks_it_is_given(folder, backbone, tmp_path):
     first = meta_train(meta_recipe(folder, backbone, tasks=2), tmp_path / "first", device="cpu", progress=False)
     settings = {"tasks": 2, "learning_rate": 1e-9, "seed": 1}  # too small a step to leave the start
