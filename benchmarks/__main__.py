@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.record import RESULTS, Record, Table, machine
-from fewshot_mahalanobis.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 #: The record of each benchmark's tables, in benchmarks/results.

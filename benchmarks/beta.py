@@ -24,12 +24,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import EuclideanHead, MahalanobisHead, RegularizedCovariance, SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.data.sources import ImageSource, load_source
-from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.evaluation.result import Accuracy
-from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.heads import Head
-from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
+from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
+from fewshot_mahalanobis.research.evaluation.result import Accuracy
+from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 
 SETS = ["mini_imagenet_test.zip", "cub200_2010.zip:test", "quickdraw345.zip:test", "gtsrb.zip", "cifar100_test.zip"]
 BACKBONES = ["resnet18", "efficientnet-lite0"]

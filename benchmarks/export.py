@@ -13,8 +13,8 @@ from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_images, image_sets
 from benchmarks.timing import show, take_turns
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
 
 
 def run(record: Record) -> list[Table]:

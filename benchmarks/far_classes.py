@@ -23,12 +23,12 @@ from tqdm.auto import tqdm
 
 from benchmarks.unknown_classes import SHOT, TEST, VALIDATION, WAY, expected_calibration_error, split_of
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.data.sources import ImageSource, load_source
-from fewshot_mahalanobis.devices import choose_dtype
-from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
-from fewshot_mahalanobis.evaluation.result import Accuracy
-from fewshot_mahalanobis.evaluation.tables import markdown_table
 from fewshot_mahalanobis.heads import AutoHead, Head
+from fewshot_mahalanobis.networks.devices import choose_dtype
+from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
+from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes
+from fewshot_mahalanobis.research.evaluation.result import Accuracy
+from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 

@@ -20,11 +20,11 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from benchmarks.feature_tasks import Classes, Features, classes_of, extractors, measure, test_sets
 from benchmarks.record import Record, Table
 from fewshot_mahalanobis import EuclideanHead, MahalanobisHead
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.episodes.meta_dataset import EVALUATION, VariableEpisodes
-from fewshot_mahalanobis.episodes.sampling import Episode, draw_episode, episode_rng
-from fewshot_mahalanobis.evaluation import Accuracy
 from fewshot_mahalanobis.heads import AutoHead
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, VariableEpisodes
+from fewshot_mahalanobis.research.episodes.sampling import Episode, draw_episode, episode_rng
+from fewshot_mahalanobis.research.evaluation import Accuracy
 
 #: (ways, shots); left out where a set lacks the images.
 TASKS = ((5, 1), (5, 5), (5, 20), (5, 50), (20, 5), (20, 20))

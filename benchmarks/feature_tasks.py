@@ -19,8 +19,8 @@ from benchmarks.record import Record
 from benchmarks.tasks import image_sets
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.episodes.sampling import Episode
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.sampling import Episode
 
 #: Episodes that are recorded together.
 BLOCK = 10

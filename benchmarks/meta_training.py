@@ -20,10 +20,10 @@ from benchmarks import plain
 from benchmarks.record import Record, Table
 from benchmarks.timing import Times, extra_megabytes, in_own_process, ratio, take_turns
 from fewshot_mahalanobis import SimpleCNAPS
-from fewshot_mahalanobis.episodes.meta_dataset import TRAINING, draw_shots, queries_per_class
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
-from fewshot_mahalanobis.training.meta_train import TaskLogits
-from fewshot_mahalanobis.training.run import autocast
+from fewshot_mahalanobis.research.episodes.meta_dataset import TRAINING, draw_shots, queries_per_class
+from fewshot_mahalanobis.research.training.meta_train import TaskLogits
+from fewshot_mahalanobis.research.training.run import autocast
 
 #: Ways, shots, queries a class, side of the images in pixels.
 EPISODE = (20, 5, 10, 84)

@@ -22,13 +22,13 @@ from benchmarks.feature_peers import in_support_span
 from benchmarks.feature_tasks import test_sets
 from benchmarks.record import Record, Table
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.baselines import METHODS
 from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.devices import choose_dtype
-from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.evaluation.result import Accuracy
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
+from fewshot_mahalanobis.networks.devices import choose_dtype
+from fewshot_mahalanobis.research.baselines import METHODS
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
+from fewshot_mahalanobis.research.evaluation.result import Accuracy
 
 WAYS, QUERIES, SHOTS = 5, 10, (1, 2, 5, 10, 20, 50, 100)
 #: Sets of which no checkpoint of ours has seen a class in training.

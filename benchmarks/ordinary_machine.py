@@ -21,10 +21,10 @@ import torch
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis.devices import native_bfloat16, native_dtype
-from fewshot_mahalanobis.evaluation.tables import markdown_table
+from fewshot_mahalanobis.networks.devices import native_bfloat16, native_dtype
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
-from fewshot_mahalanobis.training.run import autocast
+from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.training.run import autocast
 
 HIDDEN = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 IMAGES, SIZE, ROUNDS = 24, 40, 3

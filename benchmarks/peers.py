@@ -20,10 +20,10 @@ from benchmarks.tasks import drawn_images
 from benchmarks.timing import Times, show, take_turns
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.evaluation import Accuracy
-from fewshot_mahalanobis.images import to_network_range
+from fewshot_mahalanobis.images.decode import to_network_range
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
+from fewshot_mahalanobis.research.evaluation import Accuracy
 
 SHOTS = (1, 5, 20)
 WAY, QUERIES, EPISODES = 5, 10, 30

@@ -10,9 +10,9 @@ import torch
 from benchmarks.record import Record, Table
 from benchmarks.tasks import image_sets
 from fewshot_mahalanobis import load_checkpoint
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.evaluation import Accuracy
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
+from fewshot_mahalanobis.research.evaluation import Accuracy
 
 WAY, SHOT, QUERIES, EPISODES = 5, 5, 10, 20
 

@@ -1,4 +1,4 @@
-"""Images per second of ``fewshot_mahalanobis.ray`` with one and two workers, beside ``predict`` in one process.
+"""Images per second of ``fewshot_mahalanobis.apps.ray`` with one and two workers, beside ``predict`` in one process.
 
 Every worker, and the plain process, has one thread. What is counted begins when the first block is done, so that
 starting processes and loading the classifier, some seconds that a large collection does not feel, are left out; they
@@ -68,7 +68,7 @@ def plain(classifier: SimpleCNAPSClassifier, paths: list[str]) -> tuple[float, f
 
 
 def on_ray(file: Path, paths: list[str], workers: int) -> tuple[float, float]:
-    from fewshot_mahalanobis.ray import label_images
+    from fewshot_mahalanobis.apps.ray import label_images
 
     start = time.perf_counter()
     first, rows_at_first, rows = 0.0, 0, 0

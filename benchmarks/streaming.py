@@ -15,7 +15,7 @@ from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_images
 from benchmarks.timing import Times, extra_megabytes, in_own_process, ratio, show, take_turns
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.images.decode import ImageBatches
 
 #: Different files, of this side; longer lists name them again.
 FILES, SIDE = 1000, 300

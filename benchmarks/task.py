@@ -16,7 +16,7 @@ from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_images
 from benchmarks.timing import Times, extra_megabytes, in_own_process, ratio, show, take_turns
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis.images import to_network_range
+from fewshot_mahalanobis.images.decode import to_network_range
 
 #: Ways, shots, queries.
 TASKS = ((5, 5, 75), (50, 10, 100))

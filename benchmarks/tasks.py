@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fewshot_mahalanobis.data.sources import ImageSource, load_source
+from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 
 
 def drawn_features(ways: int, shots: int, queries: int, d: int = 512) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from benchmarks.feature_peers import AUTO, PAPER, gain
 from benchmarks.feature_tasks import Features, classes_of, extractors, measure, test_sets
 from benchmarks.record import Record, Table
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.episodes.sampling import Episode, episode_rng
 from fewshot_mahalanobis.heads import AutoHead, Head, MahalanobisHead
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.sampling import Episode, episode_rng
 
 WAYS, SHOTS, QUERIES = 5, (1, 5), 15
 #: Classes without support images, and the number of unbalanced queries with the concentration of their shares.

@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks.feature_peers import AUTO, LDA, LOGISTIC, PAPER, gain, predictions
 from benchmarks.feature_tasks import CLASSES, Features, extractors, measure, test_sets
 from benchmarks.record import Record, Table
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.episodes.sampling import Episode, episode_rng
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.sampling import Episode, episode_rng
 
 #: Support images of each class; fewer where a class has not as many beside its queries.
 TASKS = {

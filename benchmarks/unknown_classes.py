@@ -29,10 +29,10 @@ from tqdm.auto import tqdm
 
 from benchmarks.beta import features_of, load_backbone, open_set
 from fewshot_mahalanobis import MahalanobisClassifier, RegularizedCovariance, SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.data.sources import ImageSource, load_source
-from fewshot_mahalanobis.episodes.sampling import Episode, FixedEpisodes
-from fewshot_mahalanobis.evaluation.result import Accuracy
-from fewshot_mahalanobis.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
+from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
+from fewshot_mahalanobis.research.evaluation.result import Accuracy
+from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 
 VALIDATION = ("mini_imagenet_val.zip", "omniglot.zip:valid", "cub200_2010.zip:valid", "quickdraw345.zip:valid")
 TEST = (

@@ -15,11 +15,11 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fewshot_mahalanobis import load_checkpoint
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
-from fewshot_mahalanobis.evaluation.accuracy import UnadaptedFeatures
-from fewshot_mahalanobis.evaluation.result import Row
-from fewshot_mahalanobis.images import to_square_array
+from fewshot_mahalanobis.images.decode import to_square_array
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.evaluation import Accuracy, Variant, evaluate_source
+from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures
+from fewshot_mahalanobis.research.evaluation.result import Row
 
 digits = load_digits()
 chosen = np.concatenate([np.flatnonzero(digits.target == digit)[:20] for digit in range(10)])

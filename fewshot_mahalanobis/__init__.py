@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from fewshot_mahalanobis.checkpoints.load import load_checkpoint as load_checkpoint
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier as SimpleCNAPSClassifier
     from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier as MahalanobisClassifier
-    from fewshot_mahalanobis.folders import load_folder as load_folder
     from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance as RegularizedCovariance
     from fewshot_mahalanobis.heads import CosineHead as CosineHead
     from fewshot_mahalanobis.heads import DotProductHead as DotProductHead
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from fewshot_mahalanobis.heads import LinearHead as LinearHead
     from fewshot_mahalanobis.heads import MahalanobisHead as MahalanobisHead
     from fewshot_mahalanobis.heads import ManhattanHead as ManhattanHead
+    from fewshot_mahalanobis.images.folders import load_folder as load_folder
     from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS as SimpleCNAPS
 
 #: Public name -> module that has it. It is imported when the name is first used (PEP 562), so that importing the
@@ -35,7 +35,7 @@ _MODULES = {
     "SimpleCNAPSClassifier": "classifier",
     "available_checkpoints": "checkpoints",
     "load_checkpoint": "checkpoints.load",
-    "load_folder": "folders",
+    "load_folder": "images.folders",
 }
 __all__ = list(_MODULES)
 __version__ = "0.1.0"

@@ -1,5 +1,5 @@
 """``python -m fewshot_mahalanobis``."""
 
-from fewshot_mahalanobis.cli import app
+from fewshot_mahalanobis.apps.cli import app
 
 app(prog_name="fewshot-mahalanobis")

@@ -20,16 +20,16 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
 from torch import nn
 
+from fewshot_mahalanobis.checkpoints.card import write_repository
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, read_classifier, write_classifier
+from fewshot_mahalanobis.checkpoints.export import write_onnx, write_program
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
-from fewshot_mahalanobis.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
-from fewshot_mahalanobis.images import ImageBatches
-from fewshot_mahalanobis.labels import checked_labels, label_kind
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.labels import checked_labels, label_kind
+from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
-from fewshot_mahalanobis.onnx_export import write_onnx, write_program
-from fewshot_mahalanobis.sharing import write_repository
 from fewshot_mahalanobis.support_set.calibration import check_settings
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
@@ -167,9 +167,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         Raises
         ------
         ValueError
-            An image or a label cannot be used (the message names it; :class:`~fewshot_mahalanobis.images.ImageError`
-            for images), their numbers differ, there is only one class, or a constructor argument is unknown. A
-            UserWarning says so if ``false_rejection_rate`` is smaller than so few support images allow.
+            An image or a label cannot be used (the message names it;
+            :class:`~fewshot_mahalanobis.images.decode.ImageError` for images), their numbers differ, there is only one
+            class, or a constructor argument is unknown. A UserWarning says so if ``false_rejection_rate`` is smaller
+            than so few support images allow.
         """
         device = choose_device(self.device)
         check_precision(self.precision)

@@ -22,10 +22,10 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.evaluation.result import Accuracy, Row
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
-from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.research.evaluation.result import Accuracy, Row
 from fewshot_mahalanobis.support_set.influence import support_influence
 
 try:
@@ -395,7 +395,7 @@ def plot_accuracy(rows: Sequence[Row], against: str = "shot", *, ax: Axes | None
     ----------
     rows : list of Row
         The points: ``[result.row for result in results]``, say, or
-        :func:`~fewshot_mahalanobis.evaluation.curves.pooled_curve`.
+        :func:`~fewshot_mahalanobis.research.evaluation.curves.pooled_curve`.
     against : {"shot", "way"}, default="shot"
         What the horizontal axis is; logarithmic.
     ax : Axes, optional

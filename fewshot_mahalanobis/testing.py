@@ -33,31 +33,166 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 try:
     import hypothesis
     from hypothesis import strategies as st
+    from hypothesis.extra.numpy import arrays
 except ImportError as error:
     raise ImportError(
         "fewshot_mahalanobis.testing needs hypothesis: pip install 'fewshot-mahalanobis[test]'"
     ) from error
 
-from fewshot_mahalanobis.testing_tasks import (
-    Task,
-    at_unit_scale,
-    fixed_generator,
-    in_float64,
-    largest_entry,
-    moved,
-    renamed_labels,
-    rotated,
-    shuffled,
-    tasks,
-)
+# ---------------------------------------------------------------- tasks
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Task:
+    """Features of a few-shot task. Its ``repr`` is Python that makes it again.
+
+    Attributes
+    ----------
+    support_features : Tensor of shape (n, d)
+    support_labels : int64 Tensor of shape (n,)
+        0..k-1, each at least once.
+    query_features : Tensor of shape (m, d)
+        Of the support features' dtype.
+    """
+
+    support_features: Tensor
+    support_labels: Tensor
+    query_features: Tensor
+
+    def __repr__(self) -> str:
+        tensors = (
+            f"{name}=torch.tensor({tensor.tolist()}, dtype={tensor.dtype})" for name, tensor in vars(self).items()
+        )
+        return f"Task({', '.join(tensors)})"
+
+
+def tasks(
+    *,
+    classes: tuple[int, int] = (1, 5),
+    shots: tuple[int, int] = (1, 6),
+    width: tuple[int, int] = (1, 10),
+    scale: tuple[float, float] = (1e-6, 1e6),
+    dtypes: Collection[torch.dtype] = _DTYPES,
+) -> st.SearchStrategy[Task]:
+    """Strategy of few-shot tasks, easy and awkward: a hypothesis strategy for ``@given``.
+
+    Entries are small integers, floats in [-1, 1] or Gaussian; then features may become constant or linear combinations
+    of others, examples (queries too) copies of others, and all may move far from the origin.
+
+    Parameters
+    ----------
+    classes, shots, width : (int, int)
+        Least and greatest k, n_k and d. Every class has its own number of shots.
+    scale : (float, float)
+        Least and greatest factor, drawn log-uniformly, on entries of the order of 1. Where the dtype cannot hold the
+        product it is cut off at a quarter of the largest number.
+    dtypes : collection of torch.dtype
+        Of the features.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy of Task
+        With one to four queries.
+    """
+    return _draw_task(classes, shots, width, scale, tuple(dtypes))
+
+
+@st.composite
+def _draw_task(
+    draw: st.DrawFn,
+    classes: tuple[int, int],
+    shots: tuple[int, int],
+    width: tuple[int, int],
+    scale: tuple[float, float],
+    dtypes: tuple[torch.dtype, ...],
+) -> Task:
+    counts = draw(st.lists(st.integers(*shots), min_size=classes[0], max_size=classes[1]))
+    n, d = sum(counts), draw(st.integers(*width))
+    rows = n + draw(st.integers(1, 4))
+    integers = arrays(np.int8, (rows, d), elements=st.integers(-4, 4))
+    floats = arrays(np.float64, (rows, d), elements=st.floats(-1, 1))
+    gaussian = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).standard_normal((rows, d)))
+    x = draw(st.one_of(integers, floats, gaussian)).astype(np.float64)
+
+    row, column = st.integers(0, rows - 1), st.integers(0, d - 1)
+    for target, first, second in draw(st.lists(st.tuples(column, column, column), max_size=2)):
+        x[:, target] = 2 * x[:, first] - x[:, second]
+    for target in draw(st.lists(column, max_size=2)):
+        x[:, target] = x[0, target]
+    for target, source in draw(st.lists(st.tuples(row, row), max_size=4)):
+        x[target] = x[source]
+    x += draw(st.sampled_from([0.0, 0.0, 100.0]))
+
+    x *= 10.0 ** draw(st.floats(*np.log10(scale).tolist()))
+    dtype = draw(st.sampled_from(dtypes))
+    largest = torch.finfo(dtype).max / 4
+    features = torch.from_numpy(x).clamp(-largest, largest).to(dtype)
+    labels = np.random.default_rng(draw(st.integers(0, 2**16))).permutation(np.repeat(np.arange(len(counts)), counts))
+    return Task(features[:n], torch.from_numpy(labels), features[n:])
+
+
+def _in_float64(task: Task) -> Task:
+    """The task in float64."""
+    return Task(task.support_features.double(), task.support_labels, task.query_features.double())
+
+
+def _at_unit_scale(task: Task) -> Task:
+    """The task in float64, its largest entry 1."""
+    task = _in_float64(task)
+    factor = 1 / max(_largest_entry(task), torch.finfo(torch.float64).tiny)
+    return Task(factor * task.support_features, task.support_labels, factor * task.query_features)
+
+
+def _shuffled(task: Task) -> Task:
+    """The task with its examples in another order."""
+    order = torch.randperm(len(task.support_labels), generator=_fixed_generator())
+    return Task(task.support_features[order], task.support_labels[order], task.query_features)
+
+
+def _renamed_labels(task: Task) -> tuple[Task, Tensor]:
+    """The task with class j called names[j], and ``names`` (k,)."""
+    names = torch.randperm(len(task.support_labels.unique()), generator=_fixed_generator())
+    return Task(task.support_features, names[task.support_labels], task.query_features), names
+
+
+def _moved(task: Task) -> Task:
+    """The task moved by one vector, as long as its features."""
+    shift = _largest_entry(task) * torch.randn(
+        task.query_features.shape[1], dtype=torch.float64, generator=_fixed_generator()
+    )
+    return Task(task.support_features + shift, task.support_labels, task.query_features + shift)
+
+
+def _rotated(task: Task) -> Task:
+    """The task turned by one orthogonal matrix."""
+    d = task.query_features.shape[1]
+    rotation = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64, generator=_fixed_generator())).Q
+    return Task(task.support_features @ rotation, task.support_labels, task.query_features @ rotation)
+
+
+def _largest_entry(task: Task) -> float:
+    """Largest entry of a feature, M."""
+    return max(float(task.support_features.abs().max()), float(task.query_features.abs().max()))
+
+
+def _fixed_generator() -> torch.Generator:
+    """Random numbers that are the same for every example, so that counterexamples stay ones."""
+    return torch.Generator().manual_seed(0)
+
+
+# ---------------------------------------------------------------- properties
 
 __all__ = ["COVARIANCE_PROPERTIES", "HEAD_PROPERTIES", "Task", "check_covariance", "check_head", "tasks"]
 
@@ -174,20 +309,20 @@ def _test_of(make: Callable[[int], Any], name: str, properties: Mapping[str, Pro
 
 def _covariance_means_and_counts_are_those_of_the_classes(covariance: Any, task: Task) -> None:
     """``means`` and ``counts`` describe the support examples of each class."""
-    task = in_float64(task)
+    task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     counts = torch.bincount(task.support_labels)
     _assert(torch.equal(gaussians.counts, counts), f"counts are {gaussians.counts.tolist()}, not {counts.tolist()}")
     members = [task.support_features[task.support_labels == label] for label in range(len(counts))]
     means = torch.stack([member.mean(dim=0) for member in members])
     error = (gaussians.means - means).abs().max()
-    bound = 4 * (len(task.support_labels) * _roundoff(means.dtype) * largest_entry(task) + _smallest(means.dtype))
+    bound = 4 * (len(task.support_labels) * _roundoff(means.dtype) * _largest_entry(task) + _smallest(means.dtype))
     _assert(error <= bound, f"a mean is off by {error:.3g}, more than rounding explains ({bound:.3g})")
 
 
 def _covariance_covariances_are_symmetric_and_positive_definite(covariance: Any, task: Task) -> None:
     """Every Q_k equals its transpose and has positive eigenvalues, both but for rounding."""
-    task = in_float64(task)
+    task = _in_float64(task)
     q = covariance(task.support_features, task.support_labels).covariance()
     rounding = 16 * len(q[0]) * _roundoff(q.dtype) * _trace(q)
     asymmetry = (q - q.mT).abs().amax(dim=(1, 2))
@@ -199,7 +334,7 @@ def _covariance_covariances_are_symmetric_and_positive_definite(covariance: Any,
 
 def _covariance_precisions_are_the_inverses(covariance: Any, task: Task) -> None:
     """``precision()`` inverts ``covariance()``, as far as its condition allows."""
-    task = in_float64(task)
+    task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     q, precision = gaussians.covariance(), gaussians.precision()
     error = torch.linalg.matrix_norm(q @ precision - torch.eye(q.shape[-1], dtype=q.dtype))
@@ -209,7 +344,7 @@ def _covariance_precisions_are_the_inverses(covariance: Any, task: Task) -> None
 
 def _covariance_distances_follow_from_the_covariances(covariance: Any, task: Task) -> None:
     """Distances are finite, not negative, and z^T Q_k^-1 z by a dense Cholesky factor of Q_k."""
-    task = in_float64(task)
+    task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     distances = gaussians.squared_distance(task.query_features)
     shape = (len(task.query_features), len(gaussians.counts))
@@ -227,7 +362,7 @@ def _covariance_distances_follow_from_the_covariances(covariance: Any, task: Tas
 
 def _covariance_distances_are_zero_at_the_means(covariance: Any, task: Task) -> None:
     """The squared distance of mu_k to class k is zero, but for the rounding of mu_k."""
-    task = in_float64(task)
+    task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     distances = gaussians.squared_distance(gaussians.means).diagonal()[None]
     _assert_same_lengths(distances, torch.zeros_like(distances), gaussians, task)
@@ -245,18 +380,18 @@ def _covariance_repeats_give_the_same_bits(covariance: Any, task: Task) -> None:
 
 def _covariance_support_order_does_not_matter(covariance: Any, task: Task) -> None:
     """Distances are the same for support examples in another order."""
-    _assert_same_task(covariance, in_float64(task), shuffled(in_float64(task)))
+    _assert_same_task(covariance, _in_float64(task), _shuffled(_in_float64(task)))
 
 
 def _covariance_renaming_labels_permutes_the_columns(covariance: Any, task: Task) -> None:
     """Classes are told apart by their examples alone, not by their label."""
-    renamed, names = renamed_labels(in_float64(task))
-    _assert_same_task(covariance, in_float64(task), renamed, columns=names)
+    renamed, names = _renamed_labels(_in_float64(task))
+    _assert_same_task(covariance, _in_float64(task), renamed, columns=names)
 
 
 def _covariance_every_query_is_served_on_its_own(covariance: Any, task: Task) -> None:
     """A query's distances do not depend on the other queries."""
-    task = in_float64(task)
+    task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     together = gaussians.squared_distance(task.query_features)
     alone = torch.cat([gaussians.squared_distance(query[None]) for query in task.query_features])
@@ -267,17 +402,17 @@ def _covariance_every_query_is_served_on_its_own(covariance: Any, task: Task) ->
 
 def _covariance_translation_changes_nothing(covariance: Any, task: Task) -> None:
     """Distances are the same when all support and query features move by one vector."""
-    _assert_same_task(covariance, in_float64(task), moved(in_float64(task)))
+    _assert_same_task(covariance, _in_float64(task), _moved(_in_float64(task)))
 
 
 def _covariance_rotation_changes_nothing(covariance: Any, task: Task) -> None:
     """Distances are the same when all support and query features turn by one orthogonal matrix."""
-    _assert_same_task(covariance, in_float64(task), rotated(in_float64(task)))
+    _assert_same_task(covariance, _in_float64(task), _rotated(_in_float64(task)))
 
 
 def _covariance_gradients_equal_finite_differences(covariance: Any, task: Task) -> None:
     """Derivatives of distances, in support and queries, are those of differences, for the task at unit scale."""
-    task = at_unit_scale(task)
+    task = _at_unit_scale(task)
     _assert_gradients(lambda x, q: covariance(x, task.support_labels).squared_distance(q), task)
 
 
@@ -286,7 +421,7 @@ def _covariance_float32_is_close_to_float64(covariance: Any, task: Task) -> None
 
     They come back in float32 at least.
     """
-    wide = in_float64(task)
+    wide = _in_float64(task)
     gaussians = covariance(wide.support_features, wide.support_labels)
     expected = gaussians.squared_distance(wide.query_features)
     found = covariance(task.support_features, task.support_labels).squared_distance(task.query_features)
@@ -325,7 +460,7 @@ def _assert_same_task(covariance: Any, task: Task, other: Task, columns: Tensor 
     expected = gaussians.squared_distance(task.query_features)
     found = covariance(other.support_features, other.support_labels).squared_distance(other.query_features)
     _assert_same_lengths(
-        found[:, columns], expected, gaussians, task, largest=max(largest_entry(task), largest_entry(other))
+        found[:, columns], expected, gaussians, task, largest=max(_largest_entry(task), _largest_entry(other))
     )
 
 
@@ -360,7 +495,7 @@ def _length_rounding(
     q = gaussians.covariance()
     # The least eigenvalue is known to the last digits of the trace: below that the relative bound is above 1 and void.
     smallest = torch.maximum(torch.linalg.eigvalsh(q)[:, 0], _roundoff(q.dtype) * _trace(q))
-    reach = (largest_entry(task) if largest is None else largest) * (d / smallest).sqrt()
+    reach = (_largest_entry(task) if largest is None else largest) * (d / smallest).sqrt()
     operations = 4 * (n + d + 10)
     unit, underflow = operations * _roundoff(dtype), math.sqrt(operations / 2 * _smallest(dtype))
     return unit * (_trace(q) / smallest + reach), cancelled * unit * reach + underflow
@@ -396,32 +531,32 @@ def _head_calls_leave_no_trace(head: Any, task: Task) -> None:
 
 
 def _head_support_order_does_not_matter(head: Any, task: Task) -> None:
-    _assert_same_logits(head, in_float64(task), shuffled(in_float64(task)))
+    _assert_same_logits(head, _in_float64(task), _shuffled(_in_float64(task)))
 
 
 def _head_renaming_labels_permutes_the_columns(head: Any, task: Task) -> None:
-    renamed, names = renamed_labels(in_float64(task))
-    _assert_same_logits(head, in_float64(task), renamed, columns=names)
+    renamed, names = _renamed_labels(_in_float64(task))
+    _assert_same_logits(head, _in_float64(task), renamed, columns=names)
 
 
 def _head_every_query_is_served_on_its_own(head: Any, task: Task) -> None:
-    task, head = in_float64(task), copy.deepcopy(head).double()
+    task, head = _in_float64(task), copy.deepcopy(head).double()
     state = head.fit(task.support_features, task.support_labels)
     alone = torch.cat([head.logits(state, query[None]) for query in task.query_features])
     _assert_close_logits(alone, head, task)
 
 
 def _head_translation_changes_nothing(head: Any, task: Task) -> None:
-    _assert_same_logits(head, moved(in_float64(task)), in_float64(task))  # the moved one has the larger numbers
+    _assert_same_logits(head, _moved(_in_float64(task)), _in_float64(task))  # the moved one has the larger numbers
 
 
 def _head_rotation_changes_nothing(head: Any, task: Task) -> None:
-    _assert_same_logits(head, in_float64(task), rotated(in_float64(task)))
+    _assert_same_logits(head, _in_float64(task), _rotated(_in_float64(task)))
 
 
 def _head_gradients_equal_finite_differences(head: Any, task: Task) -> None:
     # Metrics have kinks and poles where features coincide or vanish: noise moves the task off them.
-    task, head, generator = at_unit_scale(task), copy.deepcopy(head).double(), fixed_generator()
+    task, head, generator = _at_unit_scale(task), copy.deepcopy(head).double(), _fixed_generator()
     noisy = [
         x + torch.randn(x.shape, dtype=x.dtype, generator=generator)
         for x in (task.support_features, task.query_features)
@@ -437,7 +572,7 @@ def _head_float32_is_close_to_float64(head: Any, task: Task) -> None:
     n, d = task.support_features.shape
     underflow = 2 * (n + d + 10) * _smallest(torch.float32)
     _assert_close_logits(
-        found.double(), copy.deepcopy(head).double(), in_float64(single), nudge=_NUDGE_FLOAT32, underflow=underflow
+        found.double(), copy.deepcopy(head).double(), _in_float64(single), nudge=_NUDGE_FLOAT32, underflow=underflow
     )
 
 
@@ -470,7 +605,7 @@ def _assert_close_logits(found: Tensor, head: Any, task: Task, nudge: float = _N
     expected = head(task.support_features, task.support_labels, task.query_features)
     tiny = torch.finfo(expected.dtype).tiny  # numbers below it have no relative precision
     bound = nudge * expected.abs().max().expand_as(expected) + max(underflow, tiny)
-    generator = fixed_generator()
+    generator = _fixed_generator()
     for _ in range(_PROBES):
         support, queries = (
             x + nudge * x.abs().amax(dim=1, keepdim=True) * torch.randn(x.shape, dtype=x.dtype, generator=generator)
@@ -499,7 +634,7 @@ def _assert_gradients(function: Callable[[Tensor, Tensor], Tensor], task: Task) 
 
     So it does for a smooth function, whose central difference is their mean, and at a kink of a concave or convex one.
     """
-    generator = fixed_generator()
+    generator = _fixed_generator()
     points = task.support_features, task.query_features
     directions = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in points]
     weights = torch.rand(len(task.query_features), len(task.support_labels.unique()), generator=generator).double()

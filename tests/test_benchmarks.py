@@ -21,7 +21,7 @@ from benchmarks.feature_tasks import Features, measure
 from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_features
 from fewshot_mahalanobis import MahalanobisHead, SimpleCNAPS
-from fewshot_mahalanobis.episodes.sampling import Episode
+from fewshot_mahalanobis.research.episodes.sampling import Episode
 from tests.drawn_tasks import make_task
 
 

@@ -25,12 +25,12 @@ from safetensors.torch import save
 from typer.testing import CliRunner
 
 import fewshot_mahalanobis
-from fewshot_mahalanobis.cli import app
-from fewshot_mahalanobis.data.layouts import class_split
-from fewshot_mahalanobis.evaluation.paper_figures import published_figure
-from fewshot_mahalanobis.evaluation.result import Row
+from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.research.data.layouts import class_split
+from fewshot_mahalanobis.research.evaluation.paper_figures import published_figure
+from fewshot_mahalanobis.research.evaluation.result import Row
 from tests.checkpoints.checkpoint_server import hub_on_this_machine
-from tests.data import trees
+from tests.research.data import trees
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +42,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands() -> Iterator[tuple[Path, str]]:
-    """Every shell command of every page, but those with typing errors, which tests/test_trial.py runs."""
+    """Every shell command of every page, but those with typing errors, which tests/apps/test_trial.py runs."""
     for page in PAGES:
         if page.stem == "messy_folders":
             continue

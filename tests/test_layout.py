@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Container
 from pathlib import Path
 
@@ -19,7 +20,7 @@ DOORS = {
     "from_pretrained": {"checkpoints.load"},
 }
 #: What the mathematics of the head must not know.
-IMAGES = ("images", "networks", "data", "episodes", "checkpoints", "classifier", "folders")
+IMAGES = ("images", "networks", "checkpoints", "classifier", "research", "apps", "plotting")
 
 
 def modules() -> dict[str, Path]:
@@ -29,6 +30,18 @@ def modules() -> dict[str, Path]:
         parts = file.relative_to(PACKAGE).with_suffix("").parts
         names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return names
+
+
+def test_the_top_folder_is_the_table_of_contributing() -> None:
+    entries = {entry.name for entry in PACKAGE.iterdir()} - {"py.typed", "__pycache__"}
+    contents = (
+        (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text().split("## Where things live")[1].split("\n## ")[0]
+    )
+    listed = {
+        name.rstrip("/") for row in re.findall(r"^\| (`.*?) \|", contents, re.M) for name in re.findall("`(.*?)`", row)
+    }
+    assert entries == listed | {"__init__.py", "__main__.py"}
+    assert len(entries) <= 14
 
 
 def typing_only(tree: ast.Module) -> set[ast.AST]:
@@ -101,7 +114,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_networks_know_no_file() -> None:
     for name, targets in graph().items():
         if name.startswith("networks."):
-            files = {target for target in targets if target.split(".")[0] in ("checkpoints", "files")}
+            files = {target for target in targets if target.split(".")[0] == "checkpoints"}
             assert files == (set().union(*DOORS.values()) if name == "networks.simple_cnaps" else set()), name
 
 

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
 
 from fewshot_mahalanobis import EuclideanHead, RegularizedCovariance, SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.evaluation.result import Accuracy, Row
 from fewshot_mahalanobis.plotting import (
     plot_accuracy,
     plot_class_gaussians,
@@ -26,6 +25,7 @@ from fewshot_mahalanobis.plotting import (
     plot_task,
     support_influence,
 )
+from fewshot_mahalanobis.research.evaluation.result import Accuracy, Row
 
 COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, devices, load_checkpoint
-from fewshot_mahalanobis.devices import choose_dtype, native_bfloat16
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis.networks import devices
+from fewshot_mahalanobis.networks.devices import choose_dtype, native_bfloat16
 from fewshot_mahalanobis.networks.efficientnet import LITE0, LITE_B0, EfficientNet
 from tests.tiny import LABELS, pictures, tiny_model
 

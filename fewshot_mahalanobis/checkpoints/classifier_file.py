@@ -37,12 +37,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
 from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights, stored_weights
-from fewshot_mahalanobis.devices import check_precision, choose_device
-from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.heads import describe_head, head_from_description
-from fewshot_mahalanobis.labels import checked_labels
+from fewshot_mahalanobis.images.labels import checked_labels
+from fewshot_mahalanobis.networks.devices import check_precision, choose_device
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.support_set.calibration import check_settings

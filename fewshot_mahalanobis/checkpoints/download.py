@@ -10,7 +10,7 @@ import requests
 from tqdm import tqdm
 
 from fewshot_mahalanobis.checkpoints.errors import DownloadError
-from fewshot_mahalanobis.files import atomic_replace
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
 
 #: Environment variable: a folder that holds published files, by their base names, for use without a network.
 LOCAL_COPIES_VARIABLE = "FEWSHOT_MAHALANOBIS_CHECKPOINTS"

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.model import checked_settings, fill, model_without_weights, stored_weights
-from fewshot_mahalanobis.files import atomic_replace
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Version 2 has weights in int8.

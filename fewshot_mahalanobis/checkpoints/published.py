@@ -25,8 +25,8 @@ from torch import Tensor
 from fewshot_mahalanobis.checkpoints.catalogue import CheckpointRecord
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob_id, download
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.checkpoints.files import atomic_replace, remove_leftovers
 from fewshot_mahalanobis.checkpoints.folder import read_checkpoint, save_checkpoint
-from fewshot_mahalanobis.files import atomic_replace, remove_leftovers
 from fewshot_mahalanobis.networks.efficientnet import LITE_B0, EfficientNet
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 

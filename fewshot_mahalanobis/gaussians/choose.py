@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.inputs import check_support
+from fewshot_mahalanobis.gaussians.checks import check_support
 from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit

@@ -17,14 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.choose import choose_beta
-from fewshot_mahalanobis.gaussians.inputs import (
+from fewshot_mahalanobis.gaussians.checks import (
     check_features,
     check_support,
     full_precision,
     result_dtype,
     working_dtype,
 )
+from fewshot_mahalanobis.gaussians.choose import choose_beta
 from fewshot_mahalanobis.gaussians.low_rank import (
     MAX_CHUNK_NUMBERS,
     ClassGroup,

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.inputs import check_support, full_precision, result_dtype, working_dtype
+from fewshot_mahalanobis.gaussians.checks import check_support, full_precision, result_dtype, working_dtype
 from fewshot_mahalanobis.gaussians.low_rank import (
     MAX_CHUNK_NUMBERS,
     MIN_ROUNDINGS,

@@ -34,8 +34,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fewshot_mahalanobis.gaussians.checks import check_support, class_means, result_dtype, working_dtype
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
-from fewshot_mahalanobis.gaussians.inputs import check_support, class_means, result_dtype, working_dtype
 from fewshot_mahalanobis.gaussians.low_rank import deviations
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 

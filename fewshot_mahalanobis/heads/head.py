@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.inputs import check_support, class_means
+from fewshot_mahalanobis.gaussians.checks import check_support, class_means
 
 State = TypeVar("State")
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fewshot_mahalanobis.gaussians.checks import working_dtype
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
-from fewshot_mahalanobis.gaussians.inputs import working_dtype
 from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 from fewshot_mahalanobis.heads.head import Head
 from fewshot_mahalanobis.heads.transduction import refined_by_queries, weighted_refinement

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.inputs import check_features, check_support, full_precision, working_dtype
+from fewshot_mahalanobis.gaussians.checks import check_features, check_support, full_precision, working_dtype
 from fewshot_mahalanobis.gaussians.plda import (
     Plda,
     PldaSettings,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.inputs import (
+from fewshot_mahalanobis.gaussians.checks import (
     check_features,
     class_means,
     full_precision,

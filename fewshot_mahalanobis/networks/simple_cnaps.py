@@ -30,7 +30,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.inputs import full_precision
+from fewshot_mahalanobis.gaussians.checks import full_precision
 from fewshot_mahalanobis.heads import Head, LinearHead, MahalanobisHead, TransductiveHead, make_head
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet

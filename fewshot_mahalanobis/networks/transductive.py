@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.inputs import class_means, full_precision
+from fewshot_mahalanobis.gaussians.checks import class_means, full_precision
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, mean_over_set
 
 

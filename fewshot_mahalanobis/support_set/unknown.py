@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.inputs import class_means
+from fewshot_mahalanobis.gaussians.checks import class_means
 from fewshot_mahalanobis.heads import CosineHead, Head
 from fewshot_mahalanobis.support_set.features import Features
 

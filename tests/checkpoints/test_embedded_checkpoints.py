@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from fewshot_mahalanobis import available_checkpoints, load_checkpoint
+from fewshot_mahalanobis.apps.demo import compare, digits, run_demo
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS, DEFAULT
-from fewshot_mahalanobis.data.sources import load_source
-from fewshot_mahalanobis.demo import compare, digits, run_demo
-from fewshot_mahalanobis.evaluation import Accuracy, Variant, evaluate_source
+from fewshot_mahalanobis.research.data.sources import load_source
+from fewshot_mahalanobis.research.evaluation import Accuracy, Variant, evaluate_source
 from tests.image_sets import DATA, needs_data
 
 EMBEDDED = [name for name, record in CHECKPOINTS.items() if record.embedded and name == record.name]

@@ -31,8 +31,8 @@ from fewshot_mahalanobis.networks.efficientnet import (
 )
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.norms import affine_norms, default_positions, trace_norms
-from fewshot_mahalanobis.training.meta_train import meta_train
-from fewshot_mahalanobis.training.recipes import MetaTrainRecipe
+from fewshot_mahalanobis.research.training.meta_train import meta_train
+from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 
 LABELS = np.array(["blue", "green", "red", "green", "blue", "red", "green", "blue"])
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.episodes.sampling import FixedEpisodes
-from fewshot_mahalanobis.evaluation import evaluate_source
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.heads import TransductiveHead
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes
+from fewshot_mahalanobis.research.evaluation import evaluate_source
 from tests.checkpoints.models import same_weights
 
 

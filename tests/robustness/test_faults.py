@@ -28,13 +28,13 @@ from torch import nn
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis import classifier as classifier_module
-from fewshot_mahalanobis import images as images_module
 from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, published, save_checkpoint
 from fewshot_mahalanobis.checkpoints import download as download_module
 from fewshot_mahalanobis.checkpoints import folder as folder_module
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE
 from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
+from fewshot_mahalanobis.images import decode as images_module
 from fewshot_mahalanobis.networks import task
 from tests.checkpoints.checkpoint_server import Server, git_blob_id, send
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, save_checkpoint
-from fewshot_mahalanobis.data.sources import load_source
+from fewshot_mahalanobis.research.data.sources import load_source
 
 SIZE = 32
 LABELS = ["blue", "green", "red", "blue", "green"]

@@ -22,9 +22,9 @@ from PIL import EpsImagePlugin, ExifTags, Image, ImageCms, ImageFile, ImageOps
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.cli import app
-from fewshot_mahalanobis.data.sources import load_source
-from fewshot_mahalanobis.images import ImageBatches, ImageError
+from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.images.decode import ImageBatches, ImageError
+from fewshot_mahalanobis.research.data.sources import load_source
 from tests.tiny import tiny_classifier
 
 SIZE = 32

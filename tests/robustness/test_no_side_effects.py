@@ -51,13 +51,13 @@ from fewshot_mahalanobis import (
 )
 from fewshot_mahalanobis import classifier as classifier_module
 from fewshot_mahalanobis.checkpoints.folder import save_checkpoint
-from fewshot_mahalanobis.data.sources import ImageSource
-from fewshot_mahalanobis.evaluation import Variant, evaluate_source
 from fewshot_mahalanobis.heads import HEADS, LinearHead
-from fewshot_mahalanobis.images import ImageBatches
+from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.plotting import Figure, plot_class_gaussians, plot_task
-from fewshot_mahalanobis.training.meta_train import MetaTrainRecipe, meta_train
-from fewshot_mahalanobis.training.pretrain import PretrainRecipe, pretrain
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.evaluation import Variant, evaluate_source
+from fewshot_mahalanobis.research.training.meta_train import MetaTrainRecipe, meta_train
+from fewshot_mahalanobis.research.training.pretrain import PretrainRecipe, pretrain
 from tests.drawn_tasks import make_task
 from tests.golden import recipe
 

@@ -1,0 +1,298 @@
+"""Commands for research: train, evaluate, look at data sets."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fewshot_mahalanobis.apps.cli_options import Device, Precision, Seed, clear_errors
+from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe, Recipe, read_recipe
+
+data_app = typer.Typer(no_args_is_help=True, help="Data sets in a folder: what is there, what is missing.")
+
+Workers = Annotated[int, typer.Option(min=0, help="Processes that prepare batches; 0: the main process does.")]
+Sources = Annotated[
+    list[str] | None,
+    typer.Argument(help="Folders or zips of class folders; PATH:SPLIT names a split. With --root, data sets by name."),
+]
+Config = Annotated[
+    Path | None, typer.Option(help="TOML or JSON file of settings (a recipe); options given here win over it.")
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting of the recipe; may be repeated."),
+]
+Root = Annotated[str | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT.")]
+TrainingPrecision = Annotated[
+    Precision | None,
+    typer.Option(
+        help="Precision of the convolutions; auto: bfloat16 where it is native, else float32.",
+        show_default=PretrainRecipe.precision,
+    ),
+]
+TrainingSeed = Annotated[int | None, typer.Option(help="Seed of all random choices.", show_default="0")]
+TrainingDevice = Annotated[str, typer.Option(help='"auto" (a GPU where there is one) or "cpu".')]
+Lazy = Annotated[
+    bool, typer.Option("--lazy", help="Decode images when needed, instead of once into memory (21 kB per image).")
+]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write logs for TensorBoard to the run folder.")]
+
+
+class Protocol(str, Enum):
+    """Episodes of an evaluation."""
+
+    fixed = "fixed"
+    variable = "variable"
+
+
+class TableFormat(str, Enum):
+    """Form of an evaluation's results on standard output."""
+
+    markdown = "markdown"
+    latex = "latex"
+    json = "json"
+
+
+def pretrain(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run there is continued.")],
+    sources: Sources = None,
+    config: Config = None,
+    assignments: Assignments = None,
+    validation: Annotated[str | None, typer.Option(help="Source of other classes to report on.")] = None,
+    root: Root = None,
+    init: Annotated[
+        str | None,
+        typer.Option(help="backbone.safetensors of an earlier run, or a checkpoint, to start from; default: none."),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, show_default=str(PretrainRecipe.epochs))] = None,
+    precision: TrainingPrecision = None,
+    device: TrainingDevice = "auto",
+    workers: Workers = 0,
+    lazy: Lazy = False,
+    tensorboard: TensorBoard = False,
+    seed: TrainingSeed = None,
+) -> None:
+    """Train the backbone as an ordinary classifier. The same command continues a stopped run.
+
+    For example:
+
+        fewshot-mahalanobis pretrain mini_imagenet_train.zip -o runs/backbone --set peak_lr=0.1
+
+        accelerate launch --multi_gpu --num_processes 8 -m fewshot_mahalanobis pretrain --config backbone.toml -o runs/b
+    """
+    from fewshot_mahalanobis.research.training.pretrain import pretrain as run
+
+    with clear_errors():
+        recipe = _recipe(
+            PretrainRecipe,
+            config,
+            assignments,
+            sources=sources,
+            validation=validation,
+            root=root,
+            init=init,
+            epochs=epochs,
+            precision=precision,
+            seed=seed,
+        )
+        run(recipe, output, device=device, workers=workers, lazy=lazy, tensorboard=tensorboard)
+    typer.echo(f"{output / 'backbone.safetensors'}")
+
+
+def meta_train(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run there is continued.")],
+    sources: Sources = None,
+    config: Config = None,
+    assignments: Assignments = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="backbone.safetensors, written by `pretrain`, or a checkpoint: its backbone.")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Train a method to compare with (protonet, maml, ...) on the ResNet18, not Simple CNAPS."),
+    ] = None,
+    validation: Annotated[
+        list[str] | None,
+        typer.Option(help="Source of other classes to choose the best checkpoint on; may be repeated."),
+    ] = None,
+    root: Root = None,
+    init: Annotated[
+        str | None, typer.Option(help="Checkpoint whose adaptation networks to start from; else random weights.")
+    ] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="Training episodes.", show_default=f"{MetaTrainRecipe.tasks:,}")
+    ] = None,
+    precision: TrainingPrecision = None,
+    device: TrainingDevice = "auto",
+    workers: Workers = 0,
+    lazy: Lazy = False,
+    tensorboard: TensorBoard = False,
+    seed: TrainingSeed = None,
+) -> None:
+    """Train the adaptation networks on episodes, with the backbone frozen. The same command continues a stopped run.
+
+    The source "glyphs" is drawn by the package. A source that is named twice counts twice.
+
+    For example:
+
+        fewshot-mahalanobis meta-train photos.zip glyphs --backbone backbone.safetensors -o runs/meta
+
+        fewshot-mahalanobis meta-train --config paper.toml -o runs/cosine --set model.head=cosine --set shot=1
+
+        accelerate launch --multi_gpu --num_processes 8 -m fewshot_mahalanobis meta-train --config paper.toml -o runs/m
+    """
+    from fewshot_mahalanobis.research.training.meta_train import meta_train as run
+
+    with clear_errors():
+        recipe = _recipe(
+            MetaTrainRecipe,
+            config,
+            assignments,
+            sources=sources,
+            backbone=backbone,
+            method=method,
+            validation=validation,
+            root=root,
+            init=init,
+            tasks=tasks,
+            precision=precision,
+            seed=seed,
+        )
+        run(recipe, output, device=device, workers=workers, lazy=lazy, tensorboard=tensorboard)
+    typer.echo(f"{output / ('best' if recipe.validation else 'checkpoint')}")
+
+
+def _recipe(kind: type[Recipe], config: Path | None, assignments: list[str] | None, **options: Any) -> Recipe:
+    """Make a recipe of the config file, overridden by --set, overridden by the options that were given."""
+    given = {name: getattr(value, "value", value) for name, value in options.items() if value not in (None, [])}
+    return read_recipe(kind, config, assignments or (), given)
+
+
+def evaluate(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="Folders or zips of class folders; PATH:SPLIT names a split. With --root, data sets by name."
+        ),
+    ],
+    checkpoints: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--checkpoint",
+            help="Name, folder or Hub repository; may be repeated: each has a column and is compared with the first.",
+            show_default="default",
+        ),
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="Method to compare with: knn, finetune, matchingnet, protonet or tpn, on the checkpoint's network, or "
+            "the folder of one that `meta-train --method` trained; may be repeated.",
+        ),
+    ] = None,
+    protocol: Annotated[
+        Protocol, typer.Option(help="fixed: --way classes, --shot images each. variable: as Meta-Dataset draws them.")
+    ] = Protocol.fixed,
+    shots: Annotated[
+        list[int] | None,
+        typer.Option("--shot", min=1, help="Support images per class; repeatable.", show_default="1, 5"),
+    ] = None,
+    way: Annotated[int, typer.Option(min=2, help="Classes per episode (fixed protocol).")] = 5,
+    queries: Annotated[int, typer.Option(min=1, help="Query images per class, at most.")] = 10,
+    episodes: Annotated[int, typer.Option(min=2, help="Episodes per source.")] = 600,
+    heads: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--head",
+            help="Head to compare; may be repeated. Default: the checkpoint's own, mahalanobis and euclidean; of "
+            "several checkpoints, each one's own.",
+        ),
+    ] = None,
+    adapt: Annotated[
+        bool | None, typer.Option(help="Only with or only without adaptation.", show_default="both")
+    ] = None,
+    no_task_covariance: Annotated[
+        bool, typer.Option("--no-task-covariance", help='Also compare without the task covariance ("-TR").')
+    ] = False,
+    projection: Annotated[
+        bool, typer.Option(help='Without it: also compare a "+P" checkpoint without its projection.')
+    ] = True,
+    in_domain: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Data set that the checkpoint was trained on, for averages; may be repeated. Known for named ones."
+        ),
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option("--results", "-o", help="JSON file of results; what it already holds is not computed again."),
+    ] = None,
+    table: Annotated[TableFormat, typer.Option("--format", help="What to write to standard output.")] = (
+        TableFormat.markdown
+    ),
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots of accuracy against shots and ways.")] = None,
+    precision: Annotated[
+        Precision,
+        typer.Option(help="Precision of the convolutions; auto: bfloat16 where it is native, else float32."),
+    ] = Precision.auto,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Measure accuracy on episodes of every source, with 95 % intervals.
+
+    By default adapted and not adapted, with the checkpoint's own, the Mahalanobis and the Euclidean head. The paper's
+    figures are shown beside, if it has any for that source and method.
+
+    For example:
+
+        fewshot-mahalanobis evaluate photos.zip drawings.zip:test --shot 1 --shot 5 -o results.json
+
+        fewshot-mahalanobis evaluate omniglot:test mnist:test --root data --protocol variable --plots plots
+    """
+    from fewshot_mahalanobis.research.evaluation.report import Settings, evaluate_checkpoints
+    from fewshot_mahalanobis.research.evaluation.tables import to_json, to_latex, to_markdown
+
+    with clear_errors():
+        report = evaluate_checkpoints(
+            checkpoints or ["default"],
+            sources,
+            Settings(protocol.value, tuple(shots or (1, 5)), way, queries, episodes, seed, precision.value),
+            methods=methods or (),
+            heads=heads or (),
+            adapt=adapt,
+            task_covariance=not no_task_covariance,
+            projection=projection,
+            in_domain=in_domain,
+            root=root,
+            file=results,
+            plots=plots,
+            device=device,
+        )
+    forms = {TableFormat.markdown: to_markdown, TableFormat.latex: to_latex, TableFormat.json: to_json}
+    typer.echo(forms[table](report))
+
+
+@data_app.command("check")
+def data_check(root: Annotated[Path, typer.Argument(help="Folder of the data sets.")]) -> None:
+    """List the data sets in ROOT, with their classes and images, and what is missing."""
+    from fewshot_mahalanobis.research.data.check import check_data, report
+
+    with clear_errors():
+        typer.echo(report(check_data(root)))
+
+
+@data_app.command("download")
+def data_download(
+    name: Annotated[str, typer.Argument(help="A data set that torchvision downloads.")],
+    root: Annotated[Path, typer.Argument(help="Folder to put it in.")],
+) -> None:
+    """Download a data set with torchvision."""
+    from fewshot_mahalanobis.research.data.datasets import download
+
+    with clear_errors():
+        download(name, root)

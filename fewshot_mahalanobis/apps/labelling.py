@@ -1,0 +1,155 @@
+"""Fit a classifier to labelled image files, label other files, and write the answers as a table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.images.decode import ImageBatches, ImageError
+
+#: Images in work at a time.
+_BATCH = 64
+
+
+class UnreadableImages(ValueError):
+    """Images cannot be read.
+
+    Attributes
+    ----------
+    problems : dict of Path to str
+        What is wrong with each.
+    """
+
+    def __init__(self, message: str, problems: dict[Path, str]) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The label of one file, and the probabilities of the classes where they are wanted."""
+
+    path: Path
+    label: Any
+    probabilities: dict[Any, float] | None = None
+
+    def top(self, k: int) -> list[tuple[Any, float]]:
+        """The ``k`` most probable classes with their probabilities, best first."""
+        return sorted((self.probabilities or {}).items(), key=lambda pair: -pair[1])[:k]
+
+
+def fit_files(
+    classifier: SimpleCNAPSClassifier, paths: Sequence[Path], labels: Sequence[str], *, skip_errors: bool = False
+) -> dict[Path, str]:
+    """Fit a classifier to image files, ``labels[i]`` for ``paths[i]``.
+
+    Returns
+    -------
+    dict of Path to str
+        Images that were left out, and why; empty without ``skip_errors``.
+
+    Raises
+    ------
+    UnreadableImages
+        Images cannot be read and ``skip_errors`` is False, or no image of a class can be read.
+    """
+    problems: dict[Path, str] = {}
+    for _ in _batches(paths, 84, problems, "reading").decoded():
+        pass
+    _check(problems, len(paths), skip_errors)
+    readable = [(path, label) for path, label in zip(paths, labels, strict=True) if path not in problems]
+    if lost := sorted(set(labels) - {label for _, label in readable}):
+        raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
+    classifier.fit([path for path, _ in readable], [label for _, label in readable])
+    return problems
+
+
+def predict_files(
+    classifier: SimpleCNAPSClassifier, paths: Sequence[Path], *, probabilities: bool = False, skip_errors: bool = False
+) -> tuple[list[Prediction], dict[Path, str]]:
+    """Label image files by a fitted classifier.
+
+    Parameters
+    ----------
+    classifier : SimpleCNAPSClassifier
+        Fitted.
+    paths : sequence of Path
+    probabilities : bool
+        Keep the probabilities of every class.
+    skip_errors : bool
+        Leave out images that cannot be read.
+
+    Returns
+    -------
+    predictions : list of Prediction
+        In the order of ``paths``.
+    problems : dict of Path to str
+        Images that were left out, and why.
+
+    Raises
+    ------
+    UnreadableImages
+        Images cannot be read and ``skip_errors`` is False, or none can be read. It lists all of them.
+    """
+    classes = classifier.classes_.tolist()
+    predictions: list[Prediction] = []
+    problems: dict[Path, str] = {}
+    for batch in _batches(paths, classifier.model_.image_size, problems, "predicting").decoded():
+        if problems and not skip_errors:
+            continue  # only to find the other images that cannot be read
+        answers = classifier.predict_all(batch.pixels)
+        rows = answers.probabilities.tolist() if probabilities else [None] * len(batch.indices)
+        for index, label, row in zip(batch.indices, answers.labels.tolist(), rows, strict=True):
+            by_class = None if row is None else dict(zip(classes, row, strict=True))
+            predictions.append(Prediction(paths[index], label, by_class))
+    _check(problems, len(paths), skip_errors)
+    return predictions, problems
+
+
+def write_csv(stream: TextIO, predictions: Iterable[Prediction], classes: Sequence[Any], top_k: int) -> None:
+    """Write path and label, the probability of each of ``classes``, then the ``top_k`` best labels with theirs."""
+    table = csv.writer(stream, lineterminator="\n")
+    best = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "probability")]
+    table.writerow(["path", "label", *classes, *best])
+    for prediction in predictions:
+        probabilities = [f"{(prediction.probabilities or {})[name]:.6f}" for name in classes]
+        top = [cell for label, share in prediction.top(top_k) for cell in (label, f"{share:.6f}")]
+        table.writerow([prediction.path, prediction.label, *probabilities, *top])
+
+
+def to_json(predictions: Iterable[Prediction], proba: bool, top_k: int) -> str:
+    """List of objects with "path" and "label", with "probabilities" if ``proba`` and "top" if ``top_k`` > 0."""
+    rows = []
+    for prediction in predictions:
+        row: dict[str, Any] = {"path": str(prediction.path), "label": prediction.label}
+        if proba:
+            row["probabilities"] = prediction.probabilities
+        if top_k:
+            row["top"] = [{"label": label, "probability": share} for label, share in prediction.top(top_k)]
+        rows.append(row)
+    return json.dumps(rows, indent=1, ensure_ascii=False)
+
+
+def _batches(paths: Sequence[Path], size: int, problems: dict[Path, str], progress: str) -> ImageBatches:
+    """Batches of image files; files that cannot be read are left out and entered in ``problems``."""
+
+    def record(error: ImageError) -> None:
+        assert error.index is not None
+        problems[paths[error.index]] = error.reason
+
+    return ImageBatches(
+        paths, size, batch_size=_BATCH, on_error=record, progress=progress if sys.stderr.isatty() else None
+    )
+
+
+def _check(problems: dict[Path, str], total: int, skip_errors: bool) -> None:
+    if problems and (not skip_errors or len(problems) == total):
+        remedy = "" if skip_errors else ": mend or remove them, or leave them out with --skip-errors"
+        images = "1 image" if total == 1 else f"{total} images"
+        raise UnreadableImages(f"{len(problems)} of {images} cannot be read{remedy}", problems)

@@ -1,0 +1,409 @@
+"""The app: a page in the browser to teach a classifier and to ask it (``pip install "fewshot-mahalanobis[app]"``).
+
+:class:`~fewshot_mahalanobis.apps.bench.Bench` is what the page does, :func:`make_page` the page, :func:`serve` its
+server.
+Everything stays on the machine that runs it: no telemetry, no font or script from elsewhere, nothing sent unless
+``share`` asks for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from fewshot_mahalanobis.apps.bench import UNKNOWN, Answer, Bench
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+
+try:
+    import gradio as gr
+except ImportError as error:
+    raise ImportError('the app needs Gradio: pip install "fewshot-mahalanobis[app]"') from error
+
+__all__ = ["make_page", "serve"]
+
+#: Probabilities that are shown of an answer, largest first.
+_BARS = 5
+_CSS = """
+.gradio-container {max-width: 1100px !important; margin: auto}
+.said {font-size: var(--text-lg); line-height: 1.5; overflow-wrap: anywhere}
+.problem {border-left: 4px solid var(--error-border-color); padding-left: .8em; margin-bottom: .8em}
+.pictures {display: grid; grid-template-columns: repeat(auto-fill, minmax(72px, 1fr)); gap: .5em; margin: .3em 0 1em}
+.pictures figure {margin: 0; text-align: center; font-size: var(--text-sm); overflow-wrap: anywhere}
+.pictures img {width: 100%}
+.pictures img, .answer img, .doubt img {
+    aspect-ratio: 1; border-radius: var(--radius-md); outline: 1px solid var(--border-color-primary); display: block
+}
+.answer {border-bottom: 1px solid var(--border-color-primary); padding: .5em 0}
+.answer summary {display: flex; gap: 1em; align-items: center; cursor: pointer}
+.answer summary::after {content: "why?"; margin-left: auto; font-size: var(--text-sm); text-decoration: underline}
+.answer[open] summary::after {content: ""}
+.answer summary img {width: 84px}
+.answer[open] summary img {width: 112px}
+.answer strong {font-size: var(--text-xl)}
+.answer[open] strong {font-size: var(--text-xxl)}
+.bar {display: grid; grid-template-columns: 8em 1fr 3em; gap: .6em; align-items: center; margin: .2em 0}
+.bar span {overflow: hidden; text-overflow: ellipsis; white-space: nowrap}
+.bar span:last-child {text-align: right}
+.bar div {height: .6em; border-radius: .3em; background: var(--border-color-primary)}
+.bar div div {background: var(--primary-500)}
+.probabilities {margin: .8em 0}
+.class {display: inline-block; padding: .2em .7em; margin: 0 .4em .4em 0; border-radius: 1em;
+    border: 1px solid var(--border-color-primary)}
+.doubt {display: flex; gap: 1.2em; align-items: center}
+.doubt img {width: 112px}
+#learn, #skip {align-self: end}
+#gallery {height: auto; min-height: 0}
+#gallery .grid-wrap {height: auto; min-height: 0; max-height: 60vh; overflow-y: auto}
+#gallery .grid-container {
+    grid-template: none / repeat(auto-fill, minmax(84px, 1fr)) !important; grid-auto-rows: auto !important
+}
+"""
+
+
+def make_page(
+    start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto", queries: Sequence[str] = ()
+) -> gr.Blocks:
+    """Make the page; every visitor has a bench of their own.
+
+    Parameters
+    ----------
+    start : SimpleCNAPS or SimpleCNAPSClassifier
+        See :class:`~fewshot_mahalanobis.apps.bench.Bench`.
+    device : str
+    queries : sequence of paths
+        Image files that are there to be classified and reviewed from the start.
+
+    Returns
+    -------
+    gradio.Blocks
+        To be launched by :func:`serve`.
+
+    Raises
+    ------
+    ValueError
+        There are queries, and none can be read.
+    """
+    first = Bench(start, device)
+    left_out = first.ask(queries) if queries else {}
+
+    def bench_of(bench: Bench | None) -> Bench:
+        """The visitor's own bench, made when first needed: an initial value would be copied, network and all."""
+        if bench is None:
+            bench = Bench(start, device)
+            bench.take_queries(first)
+        return bench
+
+    # Uploads and model files older than a day are deleted every hour, and all of them at the end.
+    with gr.Blocks(title="Few-shot classifier", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
+        visitor, chosen = gr.State(None), gr.State(None)
+        gr.Markdown(
+            "# Few-shot classifier\n"
+            "Teach two or more classes by a few pictures each, five are a good start; then drop other pictures and see "
+            "which class they are of. Pictures stay on the machine that runs this page."
+        )
+        with gr.Row():
+            with gr.Column(min_width=300):
+                gr.Markdown("## Teach")
+                name = gr.Textbox(label="Class", placeholder="its name", elem_id="class-name", max_lines=1)
+                files = gr.File(label="Pictures of the class", file_count="multiple", height=130, elem_id="class-files")
+                photo = _camera("Camera", "class-camera")
+                with gr.Row():
+                    add = gr.Button("Add to the class", variant="primary", elem_id="add", scale=2)
+                    example = gr.Button("Try an example", elem_id="example", scale=1, min_width=140)
+                state = gr.HTML(elem_id="state", padding=False)
+            with gr.Column(min_width=300):
+                gr.Markdown("## Ask")
+                query = gr.File(label="Pictures to classify", file_count="multiple", height=130, elem_id="query")
+                shot = _camera("Camera", "query-camera")
+                problem = gr.HTML(elem_id="problem", padding=False)
+                answers = gr.HTML(elem_id="answers", padding=False)
+                clear = gr.Button("Clear the answers", visible=False, elem_id="clear")
+        with gr.Column(visible=False, elem_id="review") as review:
+            gr.Markdown("## Teach it what it is least sure of")
+            doubt = gr.HTML(elem_id="doubt", padding=False)
+            with gr.Row():
+                truth = gr.Dropdown([], label="What is it?", allow_custom_value=True, elem_id="truth", scale=3)
+                learn = gr.Button("Add to the class", variant="primary", elem_id="learn", scale=1, min_width=140)
+                skip = gr.Button("Skip", elem_id="skip", scale=1, min_width=100)
+        with gr.Column(visible=False, elem_id="taught") as taught:
+            gr.Markdown("## What it has learned from")
+            classes = gr.HTML(elem_id="classes", padding=False)
+            gallery = gr.Gallery(
+                show_label=False, columns=8, height="auto", object_fit="cover", allow_preview=False,
+                interactive=False, buttons=[], elem_id="gallery",
+            )  # fmt: skip
+            with gr.Row(visible=False) as removal:
+                remove_picture = gr.Button("Remove this picture", elem_id="remove-picture")
+                remove_class = gr.Button("Remove the class", elem_id="remove-class")
+            download = gr.DownloadButton("Download the model", visible=False, elem_id="download")
+
+        def shown(bench: Bench, taught_problem: str = "", ask_problem: str = "") -> dict[Any, Any]:
+            """What every part of the page shows."""
+            counts, own, doubtful = bench.counts(), bench.pictures(), bench.most_useful_query()
+            path = bench.save()
+            return {
+                visitor: bench,
+                chosen: None,
+                state: _state(bench, taught_problem),
+                problem: _problem(ask_problem),
+                answers: _answers(bench),
+                clear: gr.Button(visible=bool(bench.queries)),
+                review: gr.Column(visible=doubtful is not None),
+                doubt: "" if doubtful is None else _doubt(bench.answers[doubtful]),
+                truth: gr.Dropdown(sorted(counts), value=None),
+                taught: gr.Column(visible=bool(counts)),
+                classes: "".join(f'<span class="class">{escape(c)} <b>{n}</b></span>' for c, n in counts.items()),
+                gallery: gr.Gallery([(picture, label) for _, picture, label in own], visible=bool(own)),
+                removal: gr.Row(visible=False),
+                download: gr.DownloadButton(value=path, visible=path is not None),
+            }
+
+        def on_add(bench: Bench | None, name_: str, files_: list[str] | None, photo_: str | None) -> dict[Any, Any]:
+            bench = bench_of(bench)
+            try:
+                left_out = bench.add(name_, [*(files_ or ()), *([photo_] if photo_ else ())])
+            except ValueError as error:
+                return {visitor: bench, state: _state(bench, str(error))}
+            return {name: "", files: None, photo: None, **shown(bench, taught_problem=_left_out(left_out))}
+
+        def on_example(bench: Bench | None) -> dict[Any, Any]:
+            bench = bench_of(bench)
+            try:
+                bench.add_example()
+            except ValueError as error:  # a model file's classes may be numbers
+                return {visitor: bench, state: _state(bench, str(error))}
+            return shown(bench)
+
+        def on_ask(bench: Bench | None, given: list[str] | str | None) -> dict[Any, Any]:
+            bench = bench_of(bench)
+            if not given:
+                return {visitor: bench}
+            try:
+                left_out = bench.ask([given] if isinstance(given, str) else given)
+            except ValueError as error:
+                return {visitor: bench, query: None, shot: None, problem: _problem(str(error))}
+            return {query: None, shot: None, **shown(bench, ask_problem=_left_out(left_out))}
+
+        def on_clear(bench: Bench | None) -> dict[Any, Any]:
+            bench = bench_of(bench)
+            bench.forget_queries()
+            return shown(bench)
+
+        def on_learn(bench: Bench | None, label: str | None) -> dict[Any, Any]:
+            bench = bench_of(bench)
+            doubtful = bench.most_useful_query()
+            if doubtful is None:
+                return shown(bench)
+            try:
+                bench.label_query(doubtful, label or "")
+            except ValueError as error:
+                return {visitor: bench, doubt: _problem(str(error)) + _doubt(bench.answers[doubtful])}
+            return shown(bench)
+
+        def on_skip(bench: Bench | None) -> dict[Any, Any]:
+            bench = bench_of(bench)
+            doubtful = bench.most_useful_query()
+            if doubtful is not None:
+                bench.pass_over(doubtful)
+            return shown(bench)
+
+        def on_choose(bench: Bench | None, event: gr.SelectData) -> dict[Any, Any]:
+            index, _, label = bench_of(bench).pictures()[event.index]
+            return {
+                chosen: (index, label),
+                removal: gr.Row(visible=True),
+                remove_class: gr.Button(f"Remove the class “{label}”"),
+            }
+
+        def on_remove_picture(bench: Bench | None, chosen_: tuple[int, str] | None) -> dict[Any, Any]:
+            bench = bench_of(bench)
+            if chosen_ is not None:
+                bench.remove_picture(chosen_[0])
+            return shown(bench)
+
+        def on_remove_class(bench: Bench | None, chosen_: tuple[int, str] | None) -> dict[Any, Any]:
+            bench = bench_of(bench)
+            if chosen_ is not None:
+                bench.remove(chosen_[1])
+            return shown(bench)
+
+        # One fit or prediction at a time, whoever asks: the network takes every core.
+        at_a_time: dict[str, Any] = {"concurrency_id": "network", "concurrency_limit": 1, "api_visibility": "private"}
+        parts = [
+            *(visitor, chosen, name, files, photo, state, query, shot, problem, answers, clear, review, doubt, truth),
+            *(taught, classes, gallery, removal, remove_class, download),
+        ]
+        gr.on([add.click, name.submit], on_add, [visitor, name, files, photo], parts, **at_a_time)
+        example.click(on_example, visitor, parts, **at_a_time)
+        query.upload(on_ask, [visitor, query], parts, **at_a_time)
+        shot.input(on_ask, [visitor, shot], parts, **at_a_time)
+        clear.click(on_clear, visitor, parts, **at_a_time)
+        learn.click(on_learn, [visitor, truth], parts, **at_a_time)
+        skip.click(on_skip, visitor, parts, **at_a_time)
+        gallery.select(on_choose, visitor, parts, **at_a_time)
+        remove_picture.click(on_remove_picture, [visitor, chosen], parts, **at_a_time)
+        remove_class.click(on_remove_class, [visitor, chosen], parts, **at_a_time)
+        page.load(lambda: shown(bench_of(None), ask_problem=_left_out(left_out)), None, parts, **at_a_time)
+    return page
+
+
+def serve(
+    page: gr.Blocks,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    share: bool = False,
+    browser: bool = False,
+    wait: bool = True,
+) -> str:
+    """Serve the page.
+
+    Parameters
+    ----------
+    page : gradio.Blocks
+        From :func:`make_page`.
+    host : str
+        The address to listen at: "0.0.0.0" lets other machines of the network in.
+    port : int, optional
+        Default: the first free one from 7860 on.
+    share : bool
+        Also make a public address, through Gradio's server.
+    browser : bool
+        Open the page in the browser of this machine.
+    wait : bool
+        Return only when the server is stopped.
+
+    Returns
+    -------
+    str
+        The address of the page.
+
+    Raises
+    ------
+    OSError
+        The port is taken.
+    """
+    _, local, public = page.launch(
+        server_name=host,
+        server_port=port,
+        share=share,
+        inbrowser=browser,
+        quiet=True,
+        show_error=True,
+        prevent_thread_lock=True,
+        theme=gr.themes.Default(primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["monospace"]).set(
+            button_primary_background_fill="*primary_600", button_primary_background_fill_hover="*primary_700"
+        ),
+        css=_CSS,
+        footer_links=[],
+        run_history=False,  # which the browser would keep
+        ssr_mode=False,
+        mcp_server=False,
+        enable_monitoring=False,
+    )
+    if wait:
+        print(f"The app is at {public or local}. Ctrl+C stops it.", flush=True)
+        page.block_thread()
+    return public or local
+
+
+def _camera(label: str, name: str) -> gr.Image:
+    """A camera that is opened when it is wanted."""
+    with gr.Accordion(label, open=False, elem_id=f"{name}-box"):
+        return gr.Image(
+            sources=["webcam"],
+            type="filepath",
+            show_label=False,
+            height=240,
+            webcam_options=gr.WebcamOptions(mirror=False),
+            elem_id=name,
+        )
+
+
+# ---------------------------------------------------------------------- words, as HTML
+
+
+def _left_out(problems: Mapping[str, str]) -> str:
+    listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+    return f"Left out: {listed}" if problems else ""
+
+
+def _problem(text: str) -> str:
+    return f'<div class="said problem" role="alert">{escape(text)}</div>' if text else ""
+
+
+def _state(bench: Bench, problem: str) -> str:
+    """What to do next, below a problem if there is one."""
+    if bench.classifier is not None:
+        text = "Ready to classify."
+    elif bench.counts():
+        text = "Add a second class."
+    else:
+        text = "No class yet."
+    return f'{_problem(problem)}<div class="said" role="status">{text}</div>'
+
+
+def _picture(picture: NDArray[np.uint8] | None, label: str) -> str:
+    """An image element; a grey square where there is no picture."""
+    file = io.BytesIO()
+    Image.fromarray(np.full((84, 84, 3), 128, np.uint8) if picture is None else picture).save(file, "JPEG", quality=90)
+    data = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="picture of {escape(label)}" src="data:image/jpeg;base64,{data}">'
+
+
+def _pictures(pictures: Iterable[tuple[NDArray[np.uint8] | None, str, str]]) -> str:
+    """A grid of pictures, each with its label and a caption."""
+    figures = (
+        f"<figure>{_picture(picture, label)}<figcaption>{escape(caption)}</figcaption></figure>"
+        for picture, label, caption in pictures
+    )
+    return f'<div class="pictures">{"".join(figures)}</div>'
+
+
+def _answers(bench: Bench) -> str:
+    """All answers, the last picture first; a single one with its reasons."""
+    if bench.queries and not bench.answers:
+        waiting = "1 picture waits" if len(bench.queries) == 1 else f"{len(bench.queries)} pictures wait"
+        return f'<div class="said" role="status">{waiting} until two classes are taught.</div>'
+    return "".join(_answer(answer, len(bench.answers) == 1) for answer in reversed(bench.answers))
+
+
+def _answer(answer: Answer, opened: bool) -> str:
+    """One answer; below it, when opened, the probabilities and the nearest pictures."""
+    if answer.unknown:
+        head, text = UNKNOWN, f"It is unlike the pictures of every class. The nearest class is {escape(answer.label)}."
+    else:
+        head, text = escape(answer.label), f"{answer.probabilities[answer.label]:.0%} probable"
+    near = ((picture, label, f"{label}, {distance:.1f}") for label, distance, picture in answer.neighbours)
+    return (
+        f'<details class="answer"{" open" * opened}><summary>{_picture(answer.picture, "what is asked about")}'
+        f'<div class="said"><strong>{head}</strong><br>{text}</div></summary>{_bars(answer)}'
+        f'<div class="neighbours">Nearest pictures it learned from, and their distance{_pictures(near)}</div></details>'
+    )
+
+
+def _bars(answer: Answer) -> str:
+    best = sorted(answer.probabilities.items(), key=lambda item: -item[1])[:_BARS]
+    bars = (
+        f'<div class="bar"><span>{escape(name)}</span><div><div style="width: {p:.1%}"></div></div>'
+        f"<span>{p:.0%}</span></div>"
+        for name, p in best
+    )
+    return f'<div class="probabilities">{"".join(bars)}</div>'
+
+
+def _doubt(answer: Answer) -> str:
+    best = sorted(answer.probabilities.items(), key=lambda item: -item[1])[:2]
+    text = " or ".join(f"{escape(name)} ({p:.0%})" for name, p in best)
+    return (
+        f'<div class="doubt">{_picture(answer.picture, "what it is least sure of")}'
+        f'<div class="said">It says {text}. Say what it is, and it learns from the picture.</div></div>'
+    )

@@ -1,0 +1,376 @@
+"""Label a very large collection of images with one fitted classifier, on a Ray cluster.
+
+On a machine of the cluster, or by ``ray job submit``:
+
+    python -m fewshot_mahalanobis.apps.ray pets.safetensors s3://bucket/photos s3://bucket/labels
+
+Only the classifier's file (once for each machine) and rows of text travel between machines: every worker reads and
+decodes images itself, as ``predict`` does. A worker that dies is replaced, and the rows it had not returned are
+computed again. Only the process that was started writes results, each row once, in files that appear whole or not at
+all. So no image is lost or labelled twice, and a killed command continues where it stopped when it is repeated.
+
+The module needs the extra ``ray``. Importing it does not import Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import typer
+from numpy.typing import NDArray
+
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.images.decode import decode_batches, read_square_array
+from fewshot_mahalanobis.images.folders import find_images, is_image_name
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import ray
+    from pyarrow.fs import FileSystem
+
+#: Images that a worker gets at a time. While the network works on some of them, others are decoded.
+_BATCH = 256
+#: Key of the classifier's digest in the metadata of every Parquet file.
+_CLASSIFIER = b"classifier"
+
+
+class Labelled(NamedTuple):
+    """Counts of one run of :func:`label_collection`.
+
+    Attributes
+    ----------
+    labelled : int
+        Images with a new label.
+    unreadable : int
+        Images that could not be read.
+    known : int
+        Images of an earlier run.
+    """
+
+    labelled: int
+    unreadable: int
+    known: int
+
+
+def label_collection(
+    classifier: str | os.PathLike[str],
+    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    cpus_per_worker: int = 1,
+    gpus_per_worker: float = 0,
+    images_per_file: int = 4096,
+) -> Labelled:
+    """Label a collection on the Ray cluster that this process is connected to, or on this machine.
+
+    Parameters
+    ----------
+    classifier : path
+        File that :meth:`SimpleCNAPSClassifier.save` wrote, on this machine.
+    images : path, URI or list of paths
+        A folder, searched with its sub-folders, or a list of image files, which every machine of the cluster must see
+        at the same place; or the URI of a folder in a storage that Arrow knows (s3://, gs://, hdfs://).
+    output : path or URI
+        Folder of Parquet files, made if absent. Images that have a row in it are not read again. Only one run at a time
+        may write to it. Columns: "path" (absolute; for a URI bucket and key), "label" (that of ``predict``),
+        "probability" (of the most probable class), and "error" (null, or why the image could not be read; label and
+        probability are null then).
+    workers : int, optional
+        Default: as many as the cluster has room for.
+    cpus_per_worker : int
+        Threads of each worker.
+    gpus_per_worker : float
+        0 runs the network on the CPU.
+    images_per_file : int
+        Rows of a Parquet file. Also the number of images that a killed worker, or each worker of a killed run, has to
+        repeat.
+
+    Returns
+    -------
+    Labelled
+        Numbers of images.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such classifier or folder.
+    ValueError
+        ``classifier`` is no saved classifier, there is no image, a number is not positive, or ``output`` has labels of
+        another classifier.
+    ImportError
+        Ray is not installed.
+    """
+    _require_ray()
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    digest = hashlib.sha256(_checked_file(classifier).read_bytes()).hexdigest().encode()
+    filesystem, paths = _list_images(images)
+    store, folder = _storage(output)
+    store.create_dir(folder)
+    known = _known_paths(store, folder, digest)
+    column = pc.unique(pa.array(paths, pa.string()))
+    to_do = column.filter(pc.invert(pc.is_in(column, value_set=known)))
+    labelled = unreadable = 0
+    if len(to_do):
+        rows = label_images(
+            classifier,
+            to_do,
+            filesystem=filesystem,
+            workers=workers,
+            cpus_per_worker=cpus_per_worker,
+            gpus_per_worker=gpus_per_worker,
+            images_per_block=images_per_file,
+        )
+        run = uuid.uuid4().hex
+        tables = cast("Iterable[pa.Table]", rows.iter_batches(batch_size=None, batch_format="pyarrow"))
+        for number, table in enumerate(tables):
+            _write(table.replace_schema_metadata({_CLASSIFIER: digest}), store, folder, f"{run}-{number:06d}.parquet")
+            unreadable += len(table) - table["error"].null_count
+            labelled += table["error"].null_count
+    return Labelled(labelled, unreadable, len(column) - len(to_do))
+
+
+def label_images(
+    classifier: str | os.PathLike[str],
+    paths: Sequence[str | os.PathLike[str]] | pa.Array,
+    *,
+    filesystem: FileSystem | None = None,
+    workers: int | None = None,
+    cpus_per_worker: int = 1,
+    gpus_per_worker: float = 0,
+    images_per_block: int = 4096,
+) -> ray.data.Dataset:
+    """Label images as a Ray data set, for your own pipelines. :func:`label_collection` writes files.
+
+    Parameters
+    ----------
+    classifier : path
+        File that :meth:`SimpleCNAPSClassifier.save` wrote, on this machine.
+    paths : list of paths or Arrow array of strings
+        Image files.
+    filesystem : pyarrow.fs.FileSystem, optional
+        Where the paths are. Default: files that every machine of the cluster sees.
+    workers, cpus_per_worker, gpus_per_worker
+        As for :func:`label_collection`.
+    images_per_block : int
+        Images that one worker labels as one block.
+
+    Returns
+    -------
+    ray.data.Dataset
+        A row for each path, in any order, with the columns of :func:`label_collection`. It is lazy: nothing is
+        labelled until rows are requested.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such classifier.
+    ValueError
+        ``classifier`` is no saved classifier, or a number is not positive.
+    ImportError
+        Ray is not installed.
+    """
+    _require_ray()
+    import pyarrow as pa
+    import ray
+    from ray.data import ActorPoolStrategy
+
+    numbers = {"workers": workers, "cpus_per_worker": cpus_per_worker, "images_per_block": images_per_block}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be positive, got {number!r}")
+    file = _checked_file(classifier)
+    column = paths if isinstance(paths, pa.Array) else pa.array([os.fspath(path) for path in paths], pa.string())
+    # Small enough blocks for every worker to have some.
+    size = min(images_per_block, max(1, -(-len(column) // (2 * workers)))) if workers else images_per_block
+    table = pa.table({"path": column})
+    blocks = [table.slice(start, size) for start in range(0, max(len(table), 1), size)]
+    return ray.data.from_arrow(blocks).map_batches(
+        _Worker,
+        fn_constructor_args=(
+            ray.put(file.read_bytes()),
+            cpus_per_worker,
+            "cuda" if gpus_per_worker else "cpu",
+            filesystem,
+        ),
+        batch_size=min(_BATCH, size),  # Ray joins blocks until a worker has as many rows
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        num_cpus=cpus_per_worker,
+        num_gpus=gpus_per_worker or None,
+        compute=ActorPoolStrategy(size=workers) if workers else ActorPoolStrategy(min_size=1),
+    )
+
+
+class _Worker:
+    """An actor: loads the classifier once from the cluster's object store, then labels batch after batch."""
+
+    def __init__(self, file: ray.ObjectRef, cpus: int, device: str, filesystem: FileSystem | None) -> None:
+        import pyarrow as pa
+        import ray
+
+        torch.set_num_threads(cpus)  # this process is Ray's and does nothing else
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "classifier.safetensors"
+            path.write_bytes(ray.get(file))
+            self.classifier = SimpleCNAPSClassifier.load(path, device=device).set_params(n_jobs=1, verbose=0)
+        self.filesystem = filesystem
+        self.threads = cpus
+        self.schema = pa.schema(
+            [
+                ("path", pa.string()),
+                ("label", pa.array(self.classifier.classes_.tolist()).type),
+                ("probability", pa.float64()),
+                ("error", pa.string()),
+            ]
+        )
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        import pyarrow as pa
+
+        paths, size = batch["path"].to_pylist(), self.classifier.batch_size
+        chunks = [paths[start : start + size] for start in range(0, len(paths), size)]
+        rows = []
+        for chunk, images in zip(
+            chunks, decode_batches(self._read, chunks, threads=self.threads, ahead=True), strict=True
+        ):
+            answers = iter(self._answers([image for image in images if not isinstance(image, str)]))
+            for path, image in zip(chunk, images, strict=True):
+                label, probability, error = (None, None, image) if isinstance(image, str) else (*next(answers), None)
+                rows.append({"path": path, "label": label, "probability": probability, "error": error})
+        return pa.Table.from_pylist(rows, schema=self.schema)
+
+    def _read(self, path: str) -> NDArray[np.uint8] | str:
+        """One image as uint8 (size, size, 3), or why it cannot be read."""
+        size = self.classifier.model_.image_size
+        try:
+            if self.filesystem is None:
+                return read_square_array(path, size)
+            with self.filesystem.open_input_file(path) as file:
+                return read_square_array(file, size)
+        except (OSError, ValueError) as error:
+            return str(error)
+
+    def _answers(self, images: list[NDArray[np.uint8]]) -> list[tuple[Any, float]]:
+        """Label of each image, and the probability of its most probable class."""
+        if not images:
+            return []
+        answers = self.classifier.predict_all(images)
+        return list(zip(answers.labels.tolist(), answers.probabilities.max(axis=1).tolist(), strict=True))
+
+
+def _require_ray() -> None:
+    try:
+        import pyarrow  # noqa: F401
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f'{error}: install the extra, pip install "fewshot-mahalanobis[ray]"') from error
+
+
+def _checked_file(classifier: str | os.PathLike[str]) -> Path:
+    """Path of the classifier, after loading it here: Ray would restart workers that cannot load it for ever."""
+    SimpleCNAPSClassifier.load(classifier, device="cpu")
+    return Path(classifier)
+
+
+def _list_images(
+    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> tuple[FileSystem | None, list[str]]:
+    """File system of a collection (None: local files) and the absolute paths of its images."""
+    from pyarrow.fs import FileSelector, FileType
+
+    if isinstance(images, str) and "://" in images:
+        filesystem, folder = _storage(images)
+        entries = filesystem.get_file_info(FileSelector(folder, recursive=True))
+        paths = sorted(entry.path for entry in entries if entry.type == FileType.File and is_image_name(entry.path))
+        if not paths:
+            raise ValueError(f"{images} holds no image")
+        return filesystem, paths
+    files = find_images(Path(images)).paths if isinstance(images, str | os.PathLike) else images
+    if not len(files):
+        raise ValueError("there are no images: the list is empty")
+    return None, [os.path.abspath(file) for file in files]  # noqa: PTH100 (keeps a million strings strings)
+
+
+def _storage(place: str | os.PathLike[str]) -> tuple[FileSystem, str]:
+    """File system and folder of a path or URI."""
+    from pyarrow.fs import FileSystem, LocalFileSystem
+
+    if isinstance(place, str) and "://" in place:
+        filesystem, folder = FileSystem.from_uri(place)
+        return filesystem, folder
+    return LocalFileSystem(), str(Path(place).resolve())
+
+
+def _known_paths(store: FileSystem, folder: str, digest: bytes) -> pa.ChunkedArray:
+    """Paths that have a row in an output folder. Half-written files of a killed run are deleted."""
+    import pyarrow as pa
+    import pyarrow.dataset
+    import pyarrow.parquet as pq
+    from pyarrow.fs import FileSelector
+
+    entries = store.get_file_info(FileSelector(folder, allow_not_found=True))
+    files = [entry for entry in entries if entry.extension == "parquet"]
+    for entry in files:
+        if entry.base_name.startswith("_"):
+            store.delete_file(entry.path)
+    parts = sorted(entry.path for entry in files if not entry.base_name.startswith("_"))
+    for part in parts:
+        if (pq.read_schema(part, filesystem=store).metadata or {}).get(_CLASSIFIER) != digest:
+            raise ValueError(f"{part} has labels of another classifier: write to another folder")
+    if not parts:
+        return pa.chunked_array([], pa.string())
+    known = pyarrow.dataset.dataset(parts, filesystem=store, format="parquet")
+    return known.to_table(columns=["path"])["path"]
+
+
+def _write(table: pa.Table, store: FileSystem, folder: str, name: str) -> None:
+    """Write a file that appears whole: readers of Parquet folders skip names that begin with ``_``."""
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, f"{folder}/_{name}", filesystem=store)
+    store.move(f"{folder}/_{name}", f"{folder}/{name}")
+
+
+def main(
+    classifier: Annotated[Path, typer.Argument(help="File written by `fit` or `save`.")],
+    images: Annotated[str, typer.Argument(help="Folder that every machine sees, or a URI such as s3://bucket/photos.")],
+    output: Annotated[
+        str, typer.Argument(help="Folder or URI for Parquet files. Images that have a row in it are skipped.")
+    ],
+    workers: Annotated[int | None, typer.Option(min=1, help="Default: as many as the cluster has room for.")] = None,
+    cpus_per_worker: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
+    gpus_per_worker: Annotated[float, typer.Option(min=0, help="0 runs on the CPU.")] = 0,
+) -> None:
+    """Label every image of a folder with a fitted classifier, on a Ray cluster or on this machine."""
+    try:
+        counts = label_collection(
+            classifier,
+            images,
+            output,
+            workers=workers,
+            cpus_per_worker=cpus_per_worker,
+            gpus_per_worker=gpus_per_worker,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    known = f", {counts.known} known from earlier runs" * bool(counts.known)
+    typer.echo(f"{output}: {counts.labelled} images labelled, {counts.unreadable} unreadable{known}")
+
+
+if __name__ == "__main__":
+    # Workers unpickle objects of this module by its name, which __main__ is not.
+    from fewshot_mahalanobis.apps.ray import main as command
+
+    typer.run(command)

@@ -1,0 +1,153 @@
+"""Sort image files into one folder for each class."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fewshot_mahalanobis.apps.labelling import predict_files
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+
+__all__ = ["UNSURE", "SortedFile", "sort_files"]
+
+#: The folder of images whose class is in doubt.
+UNSURE = "unsure"
+
+
+class SortedFile(NamedTuple):
+    """A file and its place among the sorted ones."""
+
+    path: Path
+    label: Any  # the prediction, also where the file is in the folder of unsure ones
+    probability: float  # of the most probable class
+    sorted_as: Path
+
+
+def sort_files(
+    classifier: SimpleCNAPSClassifier,
+    paths: Sequence[Path],
+    output: Path,
+    *,
+    how: Literal["copy", "link", "move"] = "copy",
+    min_probability: float = 0.5,
+    skip_errors: bool = False,
+) -> tuple[list[SortedFile], dict[Path, str]]:
+    """Copy, link or move image files to ``output/<class>/``, or to ``output/unsure/`` where the class is in doubt.
+
+    No file is overwritten or deleted: of equal names the later gets a number. A file that a folder of ``output``
+    already has, under any name, is not sorted again. So a run that was interrupted can be repeated, and files that you
+    have moved to another class stay there.
+
+    Parameters
+    ----------
+    classifier : SimpleCNAPSClassifier
+        Fitted.
+    paths : sequence of Path
+        Those below ``output`` are left out. A file given twice is sorted once.
+    output : Path
+        Made if it does not exist.
+    how : {"copy", "link", "move"}
+        "link" makes symbolic links.
+    min_probability : float
+        A file is unsure if no class has this probability, or if the prediction is ``unknown_label``.
+    skip_errors : bool
+        Leave out images that cannot be read.
+
+    Returns
+    -------
+    sorted_files : list of SortedFile
+        What this run has sorted.
+    problems : dict of Path to str
+        Images that were left out, and why.
+
+    Raises
+    ------
+    ValueError
+        A class is called "unsure", two classes would share a folder, images cannot be read (without ``skip_errors``),
+        or all images are in ``output`` itself. Nothing is sorted.
+    OSError
+        A file cannot be written. Those before it are sorted.
+    """
+    folders = _class_folders([str(label) for label in classifier.classes_.tolist()])
+    output = output.resolve()
+    by_place = {_absolute(path): path for path in paths}
+    outside = [path for place, path in by_place.items() if output not in place.parents]
+    if paths and not outside:
+        raise ValueError(f"all images are in {output} itself: sort into another folder, such as {output / 'sorted'}")
+    present = _files_by_size(output)
+    new = [path for path in outside if not _is_among(path, present)]
+    if not new:
+        return [], {}
+    predictions, problems = predict_files(classifier, new, probabilities=True, skip_errors=skip_errors)
+    sorted_files = []
+    for prediction in predictions:
+        label, probability = str(prediction.label), prediction.top(1)[0][1]
+        sure = label in folders and probability >= min_probability
+        folder = output / (folders[label] if sure else UNSURE)
+        folder.mkdir(parents=True, exist_ok=True)
+        target = _free_name(folder / prediction.path.name)
+        _put(prediction.path, target, how)
+        sorted_files.append(SortedFile(prediction.path, prediction.label, probability, target))
+    return sorted_files, problems
+
+
+def _class_folders(labels: Sequence[str]) -> dict[str, str]:
+    """Class -> name of its folder, which every operating system accepts."""
+    folders = {label: re.sub(r'[/\\:*?"<>|\x00-\x1f]|^\.|[. ]$', "_", label) or "_" for label in labels}
+    taken = {UNSURE: "the folder of unsure files"}
+    for label, folder in folders.items():
+        other = taken.setdefault(folder.lower(), f"class {label!r}")
+        if other != f"class {label!r}":
+            raise ValueError(f"class {label!r} and {other} would share the folder {folder!r}: rename the class")
+    return folders
+
+
+def _absolute(path: Path) -> Path:
+    """A file's one absolute path, without "..", whichever way its folder is named. A link stays the link."""
+    return path.parent.resolve() / path.name
+
+
+def _files_by_size(output: Path) -> dict[int, list[Path]]:
+    """Size in bytes -> files in the class folders, links included."""
+    files = defaultdict[int, list[Path]](list)
+    for path in output.glob("*/*"):
+        if path.is_file():
+            files[path.stat().st_size].append(path)
+    return files
+
+
+def _is_among(path: Path, files: dict[int, list[Path]]) -> bool:
+    """Whether one of the files has the content of ``path``."""
+    candidates = files.get(path.stat().st_size, []) if path.is_file() else []
+    return any(filecmp.cmp(path, other, shallow=False) for other in candidates)
+
+
+def _free_name(path: Path) -> Path:
+    """The path, or the first of "name-2.jpg", "name-3.jpg"... that does not exist."""
+    target, number = path, 1
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return target
+
+
+def _put(source: Path, target: Path, how: str) -> None:
+    """Copy, link or move a file to a free name; it appears there whole or not at all."""
+    if how == "link":
+        target.symlink_to(_absolute(source))
+        return
+    same_disk = source.stat().st_dev == target.parent.stat().st_dev
+    if how == "move" and same_disk and not source.is_symlink():  # a relative link would lead elsewhere
+        source.rename(target)
+        return
+    with atomic_replace(target) as temporary:
+        shutil.copy2(source, temporary)
+    if how == "move":
+        source.unlink()

@@ -1,0 +1,188 @@
+"""Fitted classifiers in repositories of the Hugging Face Hub: the files of a repository, and the model card.
+
+A repository is ``classifier.safetensors``, as :meth:`SimpleCNAPSClassifier.save` writes it, and ``README.md``, the
+model card. Pictures of the classes are in ``thumbnails/``, if whoever pushes it hands them over.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import ModelCardData
+from numpy.typing import NDArray
+from PIL import Image
+from scipy.stats import binomtest
+
+from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
+from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, write_classifier
+from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER
+from fewshot_mahalanobis.checkpoints.hub import hub_name
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.support_set.summary import SupportSummary
+
+#: Side of a thumbnail and the space between two, in pixels; most thumbnails of a class.
+SIDE, GAP, MAX_THUMBNAILS = 84, 4, 5
+
+_CARD = """\
+---
+{metadata}
+---
+
+# {title}
+
+A few-shot image classifier of {classes} classes, fitted to {images} images in one forward pass, without training:
+*Improved Few-Shot Visual Classification* (Bateni et al., CVPR 2020). The file holds features of those images, not the
+images.
+
+## Use
+
+With `pip install {packages}`:
+
+```python
+from fewshot_mahalanobis import SimpleCNAPSClassifier
+
+classifier = SimpleCNAPSClassifier.from_pretrained("{repo_id}"{argument})
+classifier.predict(["photo.jpg"])  # also predict_proba, partial_fit with more images, export_onnx
+```
+
+{own}## Classes
+
+{table}
+
+## Accuracy
+
+{accuracy}
+
+## Settings
+
+{settings}
+"""
+
+
+def write_repository(
+    folder: Path,
+    repo_id: str,
+    state: ClassifierState,
+    summary: SupportSummary,
+    thumbnails: tuple[Any, NDArray[Any]] | None,
+) -> None:
+    """Write what goes into the repository ``repo_id``: the classifier, the model card, the thumbnails."""
+    strips = {} if thumbnails is None else _write_strips(folder, state.fitted_head.classes, *thumbnails)
+    card = model_card(repo_id, state, summary, strips)
+    if public_checkpoint(state.parameters["checkpoint"]) is None:  # a path of this machine is nobody else's business
+        state = replace(state, parameters={**state.parameters, "checkpoint": state.model})
+    write_classifier(state, folder / CLASSIFIER)
+    (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def model_card(
+    repo_id: str, state: ClassifierState, summary: SupportSummary, strips: dict[int, str] | None = None
+) -> str:
+    """Markdown that describes a fitted classifier; ``strips`` are picture files of classes, by their index."""
+    metadata = ModelCardData(
+        library_name="fewshot-mahalanobis",
+        pipeline_tag="image-classification",
+        tags=["few-shot-learning", "image-classification", "simple-cnaps", "mahalanobis-distance"],
+    )
+    parameters, config = state.parameters, state.model.config
+    backbone = config.get("backbone", {"network": "FiLM ResNet18 of Simple CNAPS"})
+    of_timm = backbone.get("timm")
+    network = of_timm or backbone.get("network")
+    head, unknown = parameters["head"], state.fitted_head.unknown_label
+    settings: dict[str, Any] = {
+        "network": network or "its author's own",
+        "checkpoint": public_checkpoint(parameters["checkpoint"]) or "in the file",
+        "adapted to the support images": "no" if state.film is None else "yes",
+        "head": head if isinstance(head, str) else repr(head),
+        "image size": f"{config['image_size']} x {config['image_size']}",
+        "temperature": f"{state.fitted_head.temperature:.3g}",
+        "label of unknown images": "none"
+        if unknown is None
+        else f"{unknown!r}, at a false rejection rate of {parameters['false_rejection_rate']:g}",
+        "written by": f"fewshot-mahalanobis {version('fewshot-mahalanobis')}, torch {torch.__version__}",
+    }
+    rows = [
+        (_escape(label), count, *([f"![]({strips[index]})" if index in strips else ""] if strips else []))
+        for index, (label, count) in enumerate(summary.counts.items())
+    ]
+    return _CARD.format(
+        metadata=metadata.to_yaml(),
+        title=repo_id.rsplit("/", 1)[-1],
+        repo_id=repo_id,
+        classes=len(summary.counts),
+        images=sum(summary.counts.values()),
+        packages="'fewshot-mahalanobis[backbones]'" if of_timm else "fewshot-mahalanobis",
+        argument="" if network else ", backbone=network",
+        own="" if network else "`network` is the module whose weights are in the file; its code is not.\n\n",
+        table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),
+        accuracy=_accuracy(summary, adapted=state.film is not None),
+        settings=_table(("setting", "value"), [(name, _escape(value)) for name, value in settings.items()]),
+    )
+
+
+def public_checkpoint(checkpoint: Any) -> str | None:
+    """The name of a checkpoint that others can load by it; None for a module and for a path of this machine."""
+    if not isinstance(checkpoint, str):
+        return None
+    hub = hub_name(checkpoint) is not None and not os.path.isdir(checkpoint)  # noqa: PTH112
+    return checkpoint if checkpoint in CHECKPOINTS or hub else None
+
+
+def _accuracy(summary: SupportSummary, adapted: bool) -> str:
+    right, counted, images = summary.right, summary.counted, sum(summary.counts.values())
+    if not counted:
+        return "Not measured: every class has one support image, and none can be left out."
+    interval = binomtest(right, counted).proportion_ci(0.95, method="wilson")
+    skipped = f" ({images - counted} more are alone in their class)" if images > counted else ""
+    seen = (
+        "The network had been adapted to all of them; only the head was fitted without the one left out"
+        if adapted
+        else "The network is not adapted, so only the choice of settings may have used the one left out"
+    )
+    return (
+        f"Each of {counted} support images{skipped} was left out in turn and classified by the others: {right} came "
+        f"out right, **{right / counted:.1%}** (95 % Wilson interval {interval.low:.1%} to {interval.high:.1%}). "
+        f"{seen}. No other images were tried: where new ones look different, expect less."
+    )
+
+
+def _write_strips(folder: Path, classes: NDArray[Any], images: Any, labels: NDArray[Any]) -> dict[int, str]:
+    """Write the first images of each class side by side as one JPEG, without what their files say of them."""
+    unknown = np.setdiff1d(labels, classes)
+    if len(unknown):
+        raise ValueError(f"thumbnails have the label {unknown.tolist()[0]!r}, which is none of the classes")
+    chosen: dict[int, list[NDArray[np.uint8]]] = {}
+    indices = iter(np.searchsorted(classes, labels).tolist())
+    for batch in ImageBatches(images, SIDE):
+        for pixels in ((batch + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy():
+            of_class = chosen.setdefault(next(indices), [])
+            if len(of_class) < MAX_THUMBNAILS:
+                of_class.append(pixels)
+    (folder / "thumbnails").mkdir()
+    strips = {}
+    for index, pictures in sorted(chosen.items()):
+        strip = Image.new("RGB", (len(pictures) * (SIDE + GAP) - GAP, SIDE), "white")
+        for place, pixels in enumerate(pictures):
+            strip.paste(Image.fromarray(pixels), (place * (SIDE + GAP), 0))
+        strips[index] = f"thumbnails/{index}.jpg"
+        strip.save(folder / strips[index], quality=90)
+    return strips
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _escape(text: Any) -> str:
+    """Text of a user's as text of a table's cell, whatever Markdown and HTML would make of it."""
+    escaped = html.escape(" ".join(str(text).split()))
+    return "".join(f"&#{ord(sign)};" if sign in r"\`*_{}[]()#+-.!|~" else sign for sign in escaped)

@@ -1,6 +1,0 @@
-"""Evaluation: episodes -> accuracies with 95 % intervals, tables and plots."""
-
-from fewshot_mahalanobis.evaluation.accuracy import Variant, evaluate_source
-from fewshot_mahalanobis.evaluation.result import Accuracy
-
-__all__ = ["Accuracy", "Variant", "evaluate_source"]

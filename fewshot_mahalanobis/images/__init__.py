@@ -1,0 +1,1 @@
+"""Images: decoding, formats, folders of classes and labels."""

@@ -1,0 +1,266 @@
+"""Folders and tables of pictures: which files are images, which class each belongs to, and what was left out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fewshot_mahalanobis.images.formats import REMEDIES, image_suffixes, starts_as_image
+
+__all__ = [
+    "ClassImages",
+    "FolderImages",
+    "find_class_images",
+    "find_images",
+    "is_image_name",
+    "load_folder",
+    "read_labels",
+]
+
+#: What macOS, Windows, network drives and Jupyter leave behind, in lower case.
+_JUNK = {
+    *(".ds_store", "icon\r", ".spotlight-v100", ".trashes", ".trash", ".fseventsd", ".temporaryitems", "__macosx"),
+    *("thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
+    *("@eadir", ".ipynb_checkpoints"),
+}
+
+
+@dataclass(frozen=True)
+class FolderImages:
+    """The image files of a folder.
+
+    Attributes
+    ----------
+    paths : list of Path
+        In the natural order of their names, 2 before 10.
+    ignored : Counter of str
+        Other files by kind: "HEIC file", "MP4 file", "broken link"... Junk of the operating system is not counted.
+    """
+
+    paths: list[Path]
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    def note(self) -> str:
+        """One sentence about the files that were left out; empty if there are none."""
+        return f"Left out: {_listed(self.ignored)}." if self.ignored else ""
+
+
+@dataclass(frozen=True)
+class ClassImages(FolderImages):
+    """The image files of a folder with one sub-folder a class.
+
+    Attributes
+    ----------
+    labels : list of str
+        The class of each of ``paths``: the name of its sub-folder.
+    empty : list of str
+        Sub-folders without any image.
+    """
+
+    labels: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+
+    def note(self) -> str:
+        """Sentences about files that were left out and class folders without images; empty if there are none."""
+        names = ", ".join(map(repr, self.empty))
+        empty = f"No image in class folder{'s' * (len(self.empty) > 1)} {names}." if self.empty else ""
+        return " ".join(filter(None, (super().note(), empty)))
+
+
+def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
+    """Image files of a folder with one sub-folder a class, and their labels.
+
+    A file is an image if its extension, in any case, is that of an image format, or if its first bytes are. Sub-folders
+    of a class folder are searched too.
+
+    Parameters
+    ----------
+    path : path
+        ``photos`` in ``photos/<class>/<image>``.
+
+    Returns
+    -------
+    paths : list of Path
+        In the natural order of their names, 2 before 10.
+    labels : list of str
+        The name of each image's class folder.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no folder at ``path``.
+    ValueError
+        Fewer than two sub-folders have images. The message lists the other files.
+
+    Warns
+    -----
+    UserWarning
+        Files were left out (the warning counts them by kind), or class folders have no image.
+
+    Examples
+    --------
+    >>> from fewshot_mahalanobis import SimpleCNAPSClassifier, load_folder
+    >>> classifier = SimpleCNAPSClassifier().fit(*load_folder("photos"))  # doctest: +SKIP
+    """
+    images = find_class_images(path)
+    if note := images.note():
+        warnings.warn(f"{os.fspath(path)}: {note}", stacklevel=2)
+    return images.paths, images.labels
+
+
+def find_class_images(path: str | os.PathLike[str]) -> ClassImages:
+    """Like :func:`load_folder`, but return what was left out instead of warning of it."""
+    root = Path(path)
+    if not root.is_dir():
+        raise FileNotFoundError(f"no folder {str(root)!r}: expected one with a sub-folder of images for each class")
+    paths, labels, empty, ignored = list[Path](), list[str](), list[str](), Counter[str]()
+    for entry in sorted(root.iterdir(), key=lambda e: natural_key(e.name)):
+        if _is_junk(entry.name):
+            continue
+        if entry.is_dir():
+            images = find_images(entry, allow_empty=True)
+            paths += images.paths
+            labels += [entry.name] * len(images.paths)
+            ignored += images.ignored
+            if not images.paths:
+                empty.append(entry.name)
+        elif (kind := _kind(entry)) is None:
+            ignored["image outside the class folders"] += 1
+        else:
+            ignored[kind] += 1
+    result = ClassImages(paths, ignored, labels, empty)
+    if len(set(labels)) < 2:
+        have = f"one sub-folder with images, {labels[0]!r}" if labels else "no sub-folder with images"
+        raise ValueError(f"{root} has {have}; at least two are needed, one for each class. {result.note()}".rstrip())
+    return result
+
+
+def find_images(path: str | os.PathLike[str], *, allow_empty: bool = False) -> FolderImages:
+    """The image files in a folder and its sub-folders, or the one file that ``path`` is, whatever its name.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is nothing at ``path``.
+    ValueError
+        A folder holds no image, unless ``allow_empty``. The message lists its other files.
+    """
+    path = Path(path)
+    if path.is_file():
+        return FolderImages([path])
+    if not path.is_dir():
+        raise FileNotFoundError(f"no image file or folder {str(path)!r}")
+    paths, ignored = list[Path](), Counter[str]()
+    for file, kind in _walk(path):
+        if kind is None:
+            paths.append(file)
+        else:
+            ignored[kind] += 1
+    images = FolderImages(sorted(paths, key=lambda file: natural_key(str(file))), ignored)
+    if not paths and not allow_empty:
+        raise ValueError(f"folder {str(path)!r} holds no image. {images.note()}".rstrip())
+    return images
+
+
+def read_labels(file: Path) -> tuple[list[Path], list[str]]:
+    """Paths and labels of a CSV file with columns "path" and "label", separated by comma, semicolon or tab.
+
+    Relative paths start at the folder of the CSV file. White space around a cell is dropped. FileNotFoundError if there
+    is no file; ValueError if it is no such table, a row lacks its path or label, or none of the images exists.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{file} is not in UTF-8: save it as "CSV UTF-8"') from error
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
+    table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+    if missing := {"path", "label"} - {*table.fieldnames}:
+        raise ValueError(f"{file} has no column {min(missing)!r}: its first line must name path and label")
+    paths, labels = [], []
+    for row in table:
+        path, label = ((row[name] or "").strip() for name in ("path", "label"))
+        if not path or not label:
+            raise ValueError(f"line {table.line_num} of {file} lacks a path or a label")
+        paths.append(file.parent / path)
+        labels.append(label)
+    if not paths:
+        raise ValueError(f"{file} lists no image")
+    if not any(path.exists() for path in paths):
+        raise ValueError(
+            f"none of the {len(paths)} files that {file} lists is there; the first would be {paths[0]}. "
+            "Relative paths start at the folder of the table: put it back where it was, or write full paths"
+        )
+    return paths, labels
+
+
+def natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:
+    """Sort key under which "2.png" comes before "10.png"."""
+    parts = re.split(r"(\d+)", text)
+    return tuple((not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts)
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a path has the extension of an image, in any case, and is no junk of an operating system."""
+    path = Path(name)
+    return path.suffix.lower() in image_suffixes() and not any(map(_is_junk, path.parts))
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """Yield the files below a folder, each with None if it is an image, else with the kind that it is ignored as."""
+    unreadable = list[OSError]()
+    for parent, folders, files in os.walk(folder, onerror=unreadable.append):
+        for name in folders:
+            if Path(parent, name).is_symlink() and not _is_junk(name):
+                yield Path(parent, name), "link to a folder"  # it could lead round in a circle
+        folders[:] = [name for name in folders if not _is_junk(name)]
+        for name in files:
+            if not _is_junk(name):
+                yield Path(parent, name), _kind(Path(parent, name))
+    for error in unreadable:
+        yield Path(error.filename), "folder that may not be read"
+
+
+def _is_junk(name: str) -> bool:
+    return name.startswith("._") or name.lower() in _JUNK
+
+
+def _kind(file: Path) -> str | None:
+    """None if a file is an image, else what to call it."""
+    suffix = file.suffix.lower()
+    if not file.is_file():
+        return "broken link" if file.is_symlink() else "pipe, socket or device"
+    if suffix in image_suffixes():
+        return None
+    # A camera's raw file starts like a TIFF, but that TIFF is a thumbnail.
+    if suffix[1:].upper() not in REMEDIES and starts_as_image(file):
+        return None
+    return f"{suffix[1:].upper()} file" if suffix else "file without an extension"
+
+
+def _listed(ignored: Counter[str]) -> str:
+    """Kinds and numbers, most frequent first: "6 HEIC files (export them as JPEG), 2 MP4 files"."""
+    return ", ".join(_counted(kind, number) for kind, number in sorted(ignored.items(), key=lambda i: (-i[1], i[0])))
+
+
+def _counted(kind: str, number: int) -> str:
+    remedy = REMEDIES.get(kind.removesuffix(" file"))
+    words = _PLURALS.get(kind, f"{kind}s") if number > 1 else kind
+    return f"{number} {words}" + (f" ({remedy})" if remedy else "")
+
+
+#: Plurals of kinds that are not formed by an s at the end.
+_PLURALS = {
+    "file without an extension": "files without an extension",
+    "image outside the class folders": "images outside the class folders",
+    "link to a folder": "links to folders",
+    "folder that may not be read": "folders that may not be read",
+    "pipe, socket or device": "pipes, sockets or devices",
+}

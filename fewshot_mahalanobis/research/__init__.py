@@ -1,0 +1,1 @@
+"""What researchers need: image sets, episodes, training, evaluation and the methods to compare with."""

@@ -1,0 +1,40 @@
+"""Finetune: a linear classifier trained on the support set, a baseline of Meta-Dataset.
+
+Triantafillou et al., "Meta-Dataset: A Dataset of Datasets for Learning to Learn from Few Examples", ICLR 2020, section
+3.1: 200 steps of Adam at 0.01 on the whole support set, their best settings. They move all layers of the network; here
+it is the linear layer alone, so that features of every image are computed once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fewshot_mahalanobis.heads import LinearClassifier
+from fewshot_mahalanobis.research.baselines.method import Method
+
+
+class Finetune(Method[LinearClassifier]):
+    """Logits = W x + b, W and b by gradient steps from zero on the cross-entropy of the support set."""
+
+    name, title, paper_title = "finetune", "Finetune", "Finetune"
+    trains_network = False
+    steps, learning_rate = 200, 0.01
+
+    @torch.enable_grad()
+    def fit_features(self, features: Tensor, labels: Tensor) -> LinearClassifier:
+        """Train the layer; gradients do not flow to the features."""
+        features, ways = features.detach(), int(labels.max()) + 1
+        weight = features.new_zeros(ways, features.shape[1], requires_grad=True)
+        bias = features.new_zeros(ways, requires_grad=True)
+        optimizer = torch.optim.Adam([weight, bias], lr=self.learning_rate)
+        for _ in range(self.steps):
+            loss = F.cross_entropy(F.linear(features, weight, bias), labels)
+            weight.grad, bias.grad = torch.autograd.grad(loss, [weight, bias])
+            optimizer.step()
+        return LinearClassifier(weight.detach(), bias.detach())
+
+    def compare(self, state: LinearClassifier, queries: Tensor) -> Tensor:
+        """The trained layer."""
+        return F.linear(queries, state.weight.to(queries.dtype), state.bias.to(queries.dtype))

@@ -1,0 +1,51 @@
+"""Gaussian prototypical networks: ProtoNet with a diagonal covariance that the network predicts for each image.
+
+Fort, "Gaussian Prototypical Networks for Few-Shot Learning on Omniglot", 2017: the encoder gives a vector and a
+diagonal inverse covariance S = 1 + softplus(S_raw). Here S_raw is a linear layer on the features; the paper takes it
+from the encoder's last layer. The inverse covariance of a class is the mean of its images', not their sum: all classes
+of the paper have equally many, and a sum makes the class of most images the farthest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.research.baselines.method import Method
+
+
+class Gaussians(NamedTuple):
+    """Centres and diagonal inverse covariances of the classes, both (k, d)."""
+
+    centres: Tensor
+    precisions: Tensor
+
+
+class GaussianProtoNet(Method[Gaussians]):
+    """Logits = -(x - p_k)^T S_k (x - p_k), S_k diagonal.
+
+    Images of which the network is sure count for more.
+    """
+
+    name, title = "gaussian_protonet", "ProtoNet, diagonal covariance"
+    needs_training = True
+
+    def __init__(self, in_features: int) -> None:
+        super().__init__()
+        self.raw = nn.Linear(in_features, in_features)
+
+    def fit_features(self, features: Tensor, labels: Tensor) -> Gaussians:
+        """Combine the Gaussians of the images of each class."""
+        precision = 1 + F.softplus(self.raw(features))
+        means = class_means(precision, labels)  # S_k = mean of s_i
+        return Gaussians(class_means(precision * features, labels) / means, means)  # p_k = mean of s_i x_i / S_k
+
+    def compare(self, state: Gaussians, queries: Tensor) -> Tensor:
+        """Squared distances, expanded about the mean of the centres."""
+        origin = state.centres.mean(dim=0)
+        x, centres = queries - origin, state.centres - origin
+        cross = x @ (state.precisions * centres).T
+        return 2 * cross - x.square() @ state.precisions.T - (state.precisions * centres.square()).sum(dim=1)

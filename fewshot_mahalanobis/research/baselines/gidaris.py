@@ -1,0 +1,66 @@
+"""Cosine classifier whose weights are generated with attention over the weights of the training classes.
+
+Gidaris & Komodakis, "Dynamic Few-Shot Visual Learning without Forgetting", CVPR 2018, equations 4, 7 and 8, on a frozen
+network as in the paper's second stage. Its first stage learns the weights of the training classes as a cosine
+classifier; here they are the classes' mean unit features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.research.baselines.method import Method
+
+
+class Gidaris(Method[Tensor]):
+    """Logits = tau cos(x, w_k), equation 4.
+
+    Parameters
+    ----------
+    in_features : int
+        Feature width d.
+    base_classes : int
+        Training classes b; ``imprint`` gives them their weights.
+
+    Attributes
+    ----------
+    hidden : int64 Tensor, optional
+        Training classes that a training task plays as new ones: their weights get no attention.
+    """
+
+    name, title, paper_title = "gidaris", "Gidaris & Komodakis", "Gidaris et al."
+    needs_training, trains_network = True, False
+    base_weights: Tensor
+    hidden: Tensor | None = None
+
+    def __init__(self, in_features: int, base_classes: int = 0) -> None:
+        super().__init__()
+        self.imprint(torch.zeros(base_classes, in_features))
+        self.query = nn.Linear(in_features, in_features)
+        nn.init.eye_(self.query.weight)
+        nn.init.zeros_(self.query.bias)
+        self.average_factor, self.attention_factor = (nn.Parameter(torch.ones(in_features)) for _ in range(2))
+        self.scale, self.attention_scale = (nn.Parameter(torch.tensor(10.0)) for _ in range(2))
+
+    def fit_features(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Classification weights (k, d): equations 6 to 8."""
+        features = F.normalize(features, dim=1)
+        cosine = F.normalize(self.query(features), dim=1) @ F.normalize(self.keys, dim=1).T
+        attention = self.attention_scale * cosine
+        if self.hidden is not None:
+            attention = attention.index_fill(1, self.hidden, torch.finfo(attention.dtype).min)
+        attended = class_means(attention.softmax(dim=1) @ self.base_weights, labels)  # equation 7
+        average = class_means(features, labels)  # equation 6
+        return self.average_factor * average + self.attention_factor * attended  # equation 8
+
+    def compare(self, state: Tensor, queries: Tensor) -> Tensor:
+        """Scaled cosines, equation 4."""
+        return self.scale * F.normalize(queries, dim=1) @ F.normalize(state, dim=1).T
+
+    def imprint(self, weights: Tensor) -> None:
+        """Take these weights (b, d) of the training classes, and begin with them as their keys."""
+        self.register_buffer("base_weights", weights)
+        self.keys = nn.Parameter(weights.clone())

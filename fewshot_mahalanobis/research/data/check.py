@@ -1,0 +1,163 @@
+"""Check a folder of image data: which sources it holds, their sizes, what is missing and where to get it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tabulate import tabulate
+
+from fewshot_mahalanobis.research.data.datasets import DATA_SETS, DataSet
+from fewshot_mahalanobis.research.data.layouts import IS_A, IS_A_URL, class_split
+from fewshot_mahalanobis.research.data.readers import ImageFiles
+from fewshot_mahalanobis.research.data.sources import class_folders
+
+
+@dataclass(frozen=True)
+class Found:
+    """A data set as found on disk, or another folder or zip of class folders.
+
+    Attributes
+    ----------
+    name : str
+        The data set's name, or the path below the root: what :func:`open_source` takes.
+    title : str
+    folder : Path or None
+        Its location; None if it is missing.
+    splits : dict of str to (int, int)
+        Split ("" without splits) to its number of classes with images, and of images.
+    expected : dict of str to (int, int)
+        The numbers of the complete data set; empty if unknown.
+    remarks : list of str
+        Problems and their remedies.
+    """
+
+    name: str
+    title: str
+    folder: Path | None
+    splits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    expected: dict[str, tuple[int, int]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+def check_data(root: str | Path) -> list[Found]:
+    """The named data sets below ``root``, missing ones included, then other folders and zips of class folders, by name.
+
+    Images are counted, not decoded. NotADirectoryError if ``root`` is not a folder.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise NotADirectoryError(f"no folder {str(root)!r}: give the folder that contains the data sets")
+    found = [_check(data_set, root) for data_set in DATA_SETS.values()]
+    known = {
+        path.relative_to(root).parts[0]
+        for data_set in DATA_SETS.values()
+        for folder, contents in data_set.places
+        for path in (root / folder).glob(contents)
+    }
+    for entry in sorted(root.iterdir()):
+        if entry.name not in known and (entry.is_dir() or entry.suffix == ".zip"):
+            found += _other(entry)
+    return found
+
+
+def _check(data_set: DataSet, root: Path) -> Found:
+    folder = data_set.find(root)
+    found = Found(data_set.name, data_set.title, folder, expected=dict(data_set.splits))
+    if folder is None:
+        found.remarks.append(data_set.how_to_get)
+        return found
+    for split, (expected_classes, expected_images) in data_set.splits.items():
+        try:
+            listing = data_set.list_split(folder, split)
+        except (OSError, ValueError, LookupError, ImportError) as error:
+            found.remarks.append(f"{split} cannot be read: {type(error).__name__}: {error}")
+            continue
+        there = {name: images for name, images in listing.images.items() if len(images)}
+        images = sum(map(len, there.values()))
+        found.splits[split] = len(there), images
+        if len(there) < expected_classes:
+            expected = class_split(data_set.name)[split] if data_set.name in _SPLIT_BY_CLASS else ()
+            names = _some(sorted(set(expected) - there.keys()))
+            found.remarks.append(
+                f"{split}: {expected_classes - len(there)} of {expected_classes} classes are missing"
+                f"{': ' * bool(names)}{names}. {data_set.how_to_get}"
+            )
+        elif images != expected_images:
+            found.remarks.append(
+                f"{split}: {images:,} images where {expected_images:,} are expected; "
+                + ("is it unpacked completely?" if images < expected_images else "is this another edition?")
+            )
+        reader = listing.reader(there) if there else None
+        if isinstance(reader, ImageFiles) and (missing := _missing_files(reader)):
+            found.remarks.append(f"{split}: {len(missing)} image files are not in {reader.root}: {_some(missing)}")
+    if data_set.name == "ilsvrc_2012":
+        if not (folder / IS_A).is_file():
+            found.remarks.append(f"no {IS_A}, so episodes ignore ImageNet's hierarchy: put {IS_A_URL} in {folder}")
+        if not any(folder.glob("ImageNet_*_duplicates.txt")):
+            found.remarks.append(
+                "no ImageNet_*_duplicates.txt, so images that are also in Birds and Caltech stay: put the lists of "
+                f"https://github.com/google-research/meta-dataset (meta_dataset/dataset_conversion) in {folder}"
+            )
+    return found
+
+
+_SPLIT_BY_CLASS = frozenset(
+    {"ilsvrc_2012", "aircraft", "cu_birds", "dtd", "quickdraw", "fungi", "vgg_flower", "traffic_sign", "mscoco"}
+)
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "")
+
+
+def _missing_files(reader: ImageFiles) -> list[str]:
+    """Image files of a reader that do not exist; lists every folder once."""
+    there: dict[str, set[str]] = {}
+    missing = []
+    for name in map(os.fsdecode, reader.names.tolist()):
+        folder, file = os.path.split(name)
+        if folder not in there:
+            path = reader.root / folder
+            there[folder] = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+        if file not in there[folder]:
+            missing.append(name)
+    return missing
+
+
+def _other(path: Path) -> list[Found]:
+    """Find class folders in a folder or zip that belongs to no named data set."""
+    try:
+        folders = class_folders(path)
+    except (OSError, ValueError) as error:
+        return [Found(path.name, path.name, path, remarks=[str(error)])]
+    splits = {
+        split or "": (len(classes), sum(map(len, classes.values())))
+        for split, classes in sorted(folders.items(), key=lambda item: item[0] or "")
+    }
+    return [Found(path.name, path.name, path, splits)] if any(classes > 1 for classes, _ in splits.values()) else []
+
+
+def report(found: Sequence[Found]) -> str:
+    """Format the findings of :func:`check_data`: a table, then remarks, then missing data sets."""
+    rows = []
+    for item in found:
+        for split, (classes, images) in item.splits.items():
+            expected_classes, expected_images = item.expected.get(split, (classes, images))
+            rows.append(
+                (
+                    f"{item.name}:{split}" if split else item.name,
+                    f"{classes:,}" + (f" of {expected_classes:,}" if classes != expected_classes else ""),
+                    f"{images:,}" + (f" of {expected_images:,}" if images != expected_images else ""),
+                    str(item.folder),
+                )
+            )
+    header = ("source", "classes", "images", "folder")
+    lines = [tabulate(rows, header, tablefmt="plain", disable_numparse=True)]
+    for heading, missing in (("Remarks", False), ("Missing", True)):
+        items = [item for item in found if item.remarks and (item.folder is None) == missing]
+        if items:
+            lines += ["", heading, *(f"- {item.title}: {remark}" for item in items for remark in item.remarks)]
+    return "\n".join(lines)

@@ -1,0 +1,246 @@
+"""Readers open the images of a source on demand, for sources that do not fit into memory.
+
+A reader opens image ``i`` of a list. :class:`LazyImages` gives it the interface of a uint8 array. Pickled readers hold
+no open files: each process opens its own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from fewshot_mahalanobis.images.decode import MAX_PIXELS, check_header, decode_batches, to_square_array
+from fewshot_mahalanobis.images.formats import open_image
+
+#: Maximum size of a zip member in bytes: the largest accepted image, uncompressed (178,956,970 pixels x 3).
+_MAX_MEMBER_SIZE = 2**29
+#: Images that are decoded before they are copied into one array, to bound memory.
+_BATCH = 256
+
+
+class Reader(Protocol):
+    """Index -> PIL image."""
+
+    def __len__(self) -> int:
+        """Number of images."""
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``."""
+
+    def describe(self, index: int) -> str:
+        """Name of image ``index`` in messages."""
+
+
+class LazyImages:
+    """Images of a reader, resized to squares, with the interface of a uint8 array (n, size, size, 3).
+
+    Nothing is cached: every access decodes, several images in ``workers`` threads. The index is an int, a slice, or an
+    array of ints or bools.
+    """
+
+    def __init__(self, reader: Reader, size: int, workers: int = 1) -> None:
+        self.reader = reader
+        self.size = size
+        self.workers = workers
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(n, size, size, 3)."""
+        return len(self), self.size, self.size, 3
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        """Decode images.
+
+        Raises
+        ------
+        ValueError
+            An image cannot be read. The message names it.
+        """
+        if isinstance(index, int | np.integer):
+            return self._decode(int(index))
+        if isinstance(index, slice):
+            indices: Sequence[int] = range(*index.indices(len(self)))
+        else:
+            index = np.asarray(index)
+            indices = (np.flatnonzero(index) if index.dtype == bool else index).tolist()
+        decoded = np.empty((len(indices), self.size, self.size, 3), np.uint8)
+        batches = [indices[start : start + _BATCH] for start in range(0, len(indices), _BATCH)]
+        start = 0
+        for images in decode_batches(self._decode, batches, threads=min(self.workers, len(indices))):
+            decoded[start : start + len(images)] = images
+            start += len(images)
+        return decoded
+
+    def _decode(self, index: int) -> NDArray[np.uint8]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        index %= len(self)
+        try:
+            return to_square_array(self.reader(index), self.size)
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow's decoders and zipfile raise a dozen unrelated types on damaged data
+            raise ValueError(f"cannot read image {self.reader.describe(index)}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Image files below one folder, optionally cropped or inverted.
+
+    Attributes
+    ----------
+    root : Path
+    names : bytes array of shape (n,)
+        Paths relative to ``root``. They are one array because every worker process would copy a million path objects.
+    boxes : int32 array of shape (n, 4), optional
+        Crop of each image: left, top, right and bottom, in pixels.
+    negative : bool
+        Invert the colours.
+    """
+
+    root: Path
+    names: NDArray[np.bytes_]
+    boxes: NDArray[np.int32] | None = None
+    negative: bool = False
+
+    @classmethod
+    def of(
+        cls, root: Path, names: Sequence[str], boxes: Sequence[Sequence[int]] | None = None, negative: bool = False
+    ) -> ImageFiles:
+        """A reader made of lists."""
+        return cls(
+            root,
+            np.array([os.fsencode(name) for name in names], dtype=np.bytes_),
+            None if boxes is None else np.array(boxes, np.int32).reshape(-1, 4),
+            negative,
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``, decoded."""
+        # Pillow memory-maps some files that it opens by name, which hides truncation, so open it here.
+        with (self.root / os.fsdecode(self.names[index])).open("rb") as file, open_image(file, MAX_PIXELS) as image:
+            check_header(image)
+            image.load()
+            whole: Image.Image = image
+            if self.boxes is not None:
+                whole = image.crop(tuple(self.boxes[index].tolist()))
+            return ImageOps.invert(whole.convert("RGB")) if self.negative else whole
+
+    def describe(self, index: int) -> str:
+        """Location of image ``index``, for messages."""
+        return f"{os.fsdecode(self.names[index])!r} of {self.root}"
+
+
+class ZipMembers:
+    """Image files in a zip."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        self.path = path
+        self.names = np.array([name.encode() for name in names], dtype=np.bytes_)
+        self._opened: tuple[int, zipfile.ZipFile] | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``, decoded."""
+        if self._opened is None or self._opened[0] != os.getpid():  # forked processes share the file position
+            self._opened = os.getpid(), zipfile.ZipFile(self.path)
+        image = open_image(io.BytesIO(_member(self._opened[1], self.names[index].decode())), MAX_PIXELS)
+        check_header(image)
+        image.load()
+        return image
+
+    def describe(self, index: int) -> str:
+        """Location of image ``index``, for messages."""
+        return f"{self.names[index].decode()!r} of {self.path}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Read a member, allocating no more bytes than its header declares, whatever it expands to."""
+    claim = archive.getinfo(name)
+    if claim.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"its compression (method {claim.compress_type}) can expand without bound: deflate it")
+    if claim.file_size > _MAX_MEMBER_SIZE:
+        raise ValueError(f"it claims {claim.file_size} bytes uncompressed; at most {_MAX_MEMBER_SIZE} are read")
+    with archive.open(claim) as file:
+        return file.read(claim.file_size)  # zipfile passes the limit to the decompressor
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Rows of an array that the file at ``path`` holds, in order.
+
+    ``data`` are decoded images, uint8 (n, h, w) or (n, h, w, 3), or a list of uint8 arrays with the bytes of image
+    files.
+    """
+
+    path: Path
+    data: NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
+    rows: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``, decoded."""
+        row = self.data[self.rows[index]]
+        return Image.fromarray(row) if isinstance(self.data, np.ndarray) else Image.open(io.BytesIO(row.tobytes()))
+
+    def describe(self, index: int) -> str:
+        """Location of image ``index``, for messages."""
+        return f"row {self.rows[index]} of {self.path}"
+
+
+class Bitmaps:
+    """Memory-mapped ``.npy`` files of flattened square bitmaps (n_k, side^2), one after the other."""
+
+    def __init__(self, paths: Sequence[Path], counts: Sequence[int]) -> None:
+        self.paths = tuple(paths)
+        self.ends = np.cumsum(counts)
+        self._mapped: dict[int, NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __call__(self, index: int) -> Image.Image:
+        """Image ``index``, decoded."""
+        file, row = self._place(index)
+        if file not in self._mapped:
+            self._mapped[file] = np.load(self.paths[file], mmap_mode="r", allow_pickle=False)
+        bitmap = self._mapped[file][row]
+        if bitmap.dtype == bool:
+            bitmap = bitmap * np.uint8(255)
+        side = round(bitmap.size**0.5)
+        return Image.fromarray(np.ascontiguousarray(bitmap).reshape(side, side))
+
+    def describe(self, index: int) -> str:
+        """Location of image ``index``, for messages."""
+        file, row = self._place(index)
+        return f"row {row} of {self.paths[file]}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """File and row of an image."""
+        file = int(np.searchsorted(self.ends, index, side="right"))
+        return file, index - (int(self.ends[file - 1]) if file else 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": {}}

@@ -1,0 +1,168 @@
+"""Image sources: folders or zips of class folders, in memory or decoded on demand.
+
+A source is any of
+
+- a folder ``ROOT/<class>/<image>``;
+- a folder ``ROOT/<split>/<class>/<image>``, with ``split`` named;
+- a zip of either layout;
+- a data set of :mod:`fewshot_mahalanobis.research.data.datasets`, by name.
+
+All images are resized to the same square, as in Meta-Dataset (Triantafillou et al., ICLR 2020), so a source in memory
+is one uint8 array: 21 kB per image at 84 x 84.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fewshot_mahalanobis.images.decode import to_network_range
+from fewshot_mahalanobis.images.folders import find_images, is_image_name, natural_key
+from fewshot_mahalanobis.research.data.hierarchy import Hierarchy
+from fewshot_mahalanobis.research.data.readers import ImageFiles, LazyImages, Reader, ZipMembers
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """The images and labels of one source.
+
+    Attributes
+    ----------
+    name : str
+        ``<data set>`` or ``<data set>/<split>``.
+    images : uint8 array of shape (n, size, size, 3), or LazyImages
+        Both have a length and a ``shape``, and give a uint8 array when indexed by an int, a slice or an int array.
+    labels : int64 array of shape (n,)
+        Index into ``class_names``; images of one class are consecutive.
+    class_names : tuple of str
+        Sorted.
+    hierarchy : Hierarchy, optional
+        Classes that Meta-Dataset draws together in an episode.
+    """
+
+    name: str
+    images: NDArray[np.uint8] | LazyImages
+    labels: NDArray[np.int64]
+    class_names: tuple[str, ...]
+    hierarchy: Hierarchy | None = None
+
+    def network_input(self, indices: NDArray[np.int64]) -> Tensor:
+        """Images by index (n,), as input of the network: float32 (n, 3, size, size) in [-1, 1]."""
+        return to_network_range(torch.from_numpy(self.images[indices]).permute(0, 3, 1, 2))
+
+    def indices_of_class(self) -> list[NDArray[np.int64]]:
+        """Image indices of each class, in class order."""
+        order = np.argsort(self.labels, kind="stable")
+        return np.split(order, np.cumsum(np.bincount(self.labels, minlength=len(self.class_names)))[:-1])
+
+    def in_memory(self) -> ImageSource:
+        """The same source with all images decoded, size^2 x 3 bytes each."""
+        return replace(self, images=self.images[:])
+
+
+def load_source(
+    path: str | Path, *, split: str | None = None, size: int = 84, workers: int = 2, lazy: bool = False
+) -> ImageSource:
+    """Open a folder or zip of class folders.
+
+    A source named ``omniglot`` with classes ``<alphabet>.<character>`` gets the hierarchy of alphabets.
+
+    Parameters
+    ----------
+    path : path
+        A folder or a ``.zip`` of ``[<split>/]<class>/<image>``. The suffix ``:<split>`` also names the split
+        ("omniglot.zip:train").
+    split : str, optional
+        Keep only images below the folder of this name; required if there are several splits.
+    size : int
+        Side of the square to which every image is resized, in pixels.
+    workers : int
+        Decoding threads.
+    lazy : bool
+        Decode images on demand, not now.
+
+    Returns
+    -------
+    ImageSource
+        Classes and images are in natural order, 2 before 10.
+
+    Raises
+    ------
+    FileNotFoundError
+        ``path`` does not exist.
+    ValueError
+        There are fewer than two class folders, or an image cannot be read.
+    """
+    path, split = split_from_path(path, split)
+    by_split = class_folders(path)
+    if split is None and len(by_split.keys() - {None}) > 1:
+        known = sorted(filter(None, by_split))
+        raise ValueError(f"{path} has the splits {known}; name one, as in '{path}:{known[0]}'")
+    chosen = [split] if split is not None else list(by_split)
+    by_class: dict[str, list[str]] = {}
+    for key in chosen:
+        for name, members in by_split.get(key, {}).items():
+            by_class.setdefault(name, []).extend(members)
+    if len(by_class) < 2:
+        where = f"split {split!r} of {path}" if split is not None else str(path)
+        known = sorted(filter(None, by_split))
+        raise ValueError(
+            f"{where} has {len(by_class)} class folders with images; at least 2 are needed "
+            f"(expected [<split>/]<class>/<image>{f'; its splits are {known}' if known else ''})"
+        )
+    names = tuple(sorted(by_class, key=natural_key))
+    members = [member for name in names for member in sorted(by_class[name], key=natural_key)]
+    reader: Reader = ZipMembers(path, members) if path.is_file() else ImageFiles.of(path, members)
+    of_alphabets = path.stem == "omniglot" and all("." in name for name in names)
+    source = ImageSource(
+        path.stem + (f"/{split}" if split else ""),
+        LazyImages(reader, size, workers),
+        np.repeat(np.arange(len(names)), [len(by_class[name]) for name in names]),
+        names,
+        Hierarchy.alphabets(names) if of_alphabets else None,
+    )
+    return source if lazy else source.in_memory()
+
+
+def class_folders(path: Path) -> dict[str | None, dict[str, list[str]]]:
+    """List the images of a folder or zip: split (None without splits) -> class -> paths below ``path``.
+
+    ValueError if ``path`` is a file but not a zip.
+    """
+    found: dict[str | None, dict[str, list[str]]] = {}
+    for member in _zip_members(path) if path.is_file() else _folder_members(path):
+        folders = [part for part in member.split("/")[:-1] if part]
+        if folders:
+            split = folders[-2] if len(folders) > 1 else None
+            found.setdefault(split, {}).setdefault(folders[-1], []).append(member)
+    return found
+
+
+def split_from_path(path: str | Path, split: str | None = None) -> tuple[Path, str | None]:
+    """Separate "path:split"; an existing path may contain a colon."""
+    text = str(path)
+    if not Path(text).exists() and ":" in text:
+        text, _, suffix = text.rpartition(":")
+        split = split or suffix
+    if not Path(text).exists():
+        raise FileNotFoundError(f"no image source at {text!r}: expected a folder of class folders or a .zip of them")
+    return Path(text), split
+
+
+def _folder_members(root: Path) -> list[str]:
+    return [file.relative_to(root).as_posix() for file in find_images(root, allow_empty=True).paths]
+
+
+def _zip_members(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is neither a folder nor a zip: {error}") from error
+    return [name for name in sorted(names) if is_image_name(name)]

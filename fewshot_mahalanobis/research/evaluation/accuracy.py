@@ -1,0 +1,235 @@
+"""Accuracy of a model over the episodes of one source, for several variants on the same episodes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from fewshot_mahalanobis.heads import HEADS, Head, make_head
+from fewshot_mahalanobis.networks.devices import choose_dtype
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.research.baselines import METHODS
+from fewshot_mahalanobis.research.baselines.model import Baseline
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
+from fewshot_mahalanobis.research.evaluation.result import Scores
+
+
+class Variant(NamedTuple):
+    """One way of using a model: with or without adaptation, and with which head.
+
+    The head that the model was trained with keeps its weights; "mahalanobis" has the settings of the model's config.
+
+    Attributes
+    ----------
+    adapt : bool
+    head : str or Head
+        A name of ``HEADS`` or of ``METHODS``, or a head of your own.
+    task_covariance : bool
+        False leaves the task covariance out of equation 3 (lambda_k = 1): the "-TR" ablation.
+    projection : bool
+        False leaves out the projection of a "+P" model.
+    """
+
+    adapt: bool
+    head: str | Head[Any]
+    task_covariance: bool = True
+    projection: bool = True
+
+    @property
+    def title(self) -> str:
+        """Heading of its column in a table."""
+        parts = ["adapted" if self.adapt else "not adapted"]
+        if isinstance(self.head, Head):
+            parts.append(self.head.title)
+        elif self.head != "mahalanobis":
+            parts.append(HEADS[self.head].title if self.head in HEADS else self.head)
+        parts += ["-TR"] * (not self.task_covariance) + ["no projection"] * (not self.projection)
+        return ", ".join(parts)
+
+
+class UnadaptedFeatures:
+    """Features of a source's images by the network without adaptation: ``features[indices]`` -> (len(indices), d).
+
+    Each image goes through the network once, when it is first asked for, ``batch_size`` at a time. The features are
+    kept in a temporary file, so memory does not grow with the source.
+    """
+
+    def __init__(
+        self, model: SimpleCNAPS, source: ImageSource, *, dtype: torch.dtype = torch.float32, batch_size: int = 128
+    ) -> None:
+        self._network = model.with_film(None, dtype)
+        self._source = source
+        self._batch_size = batch_size
+        n = len(source.images)
+        self._known = np.zeros(n, dtype=bool)
+        with tempfile.TemporaryFile() as file:  # lives as long as the map
+            self._features = np.memmap(file, np.float32, "w+", shape=(n, model.feature_extractor.out_features))
+
+    def __getitem__(self, indices: NDArray[np.int64]) -> Tensor:
+        """Features of images by their indices, float32, on the CPU."""
+        missing = np.unique(indices[~self._known[indices]])
+        for start in range(0, len(missing), self._batch_size):
+            batch = missing[start : start + self._batch_size]
+            features = self._network.unprojected_features(self._source.network_input(batch), self._batch_size)
+            self._features[batch] = features.cpu().numpy()
+            self._known[batch] = True
+        return torch.from_numpy(np.array(self._features[indices]))
+
+
+def head_of(model: SimpleCNAPS, variant: Variant) -> Head[Any]:
+    """Head of a variant.
+
+    ValueError if there is no such head, it has weights and the model was not trained with it, or it has no task
+    covariance to leave out.
+    """
+    if isinstance(variant.head, Head):
+        return model.head_named(variant.head)
+    if variant.head in METHODS:
+        return model.head if variant.head == model.config["head"] else METHODS[variant.head]()
+    if variant.head not in HEADS:
+        raise ValueError(f"there is no head {variant.head!r}; there are {', '.join(HEADS)}")
+    if not variant.task_covariance and variant.head != "mahalanobis":
+        raise ValueError(f"the head {variant.head!r} has no task covariance to leave out")
+    if variant.head == "mahalanobis" and variant.adapt and variant.task_covariance and model.is_transductive:
+        return model.episode_head
+    if variant.head == "mahalanobis" and not variant.task_covariance:
+        return make_head(variant.head, {**model.config, "task_covariance": False})
+    return model.head_named(variant.head)
+
+
+def evaluate_source(
+    model: SimpleCNAPS,
+    source: ImageSource,
+    variants: Iterable[Variant] = (Variant(True, "mahalanobis"),),
+    *,
+    way: int = 5,
+    shot: int = 5,
+    queries: int = 10,
+    episodes: int = 600,
+    seed: int = 0,
+    precision: str = "auto",
+    batch_size: int = 128,
+    plain_features: UnadaptedFeatures | Tensor | None = None,
+    progress: bool = False,
+) -> dict[Variant, NDArray[np.float64]]:
+    """Accuracy of every variant in every episode.
+
+    Parameters
+    ----------
+    model : SimpleCNAPS
+    source : ImageSource
+    variants : iterable of Variant
+        Evaluated on the same episodes.
+    way, shot, queries : int
+        Classes per episode, support and query images per class.
+    episodes : int
+        Episode ``i`` is a function of (seed, i): models are compared on the same episodes.
+    seed : int
+    precision : {"auto", "float32", "bfloat16"}
+        Precision of the convolutions. "auto" is bfloat16 for the embedded checkpoints' networks where the processor or
+        GPU computes in it natively, else float32.
+    batch_size : int
+        Images that go through the network at a time.
+    plain_features : UnadaptedFeatures or Tensor of shape (n, d), optional
+        Features of this source without adaptation, shared between calls.
+    progress : bool
+        Show a progress bar.
+
+    Returns
+    -------
+    dict of Variant to float64 array of shape (episodes,)
+        Share of correct queries in each episode.
+    """
+    scores = evaluate_episodes(
+        model,
+        source,
+        variants,
+        FixedEpisodes(source, way, shot, queries, seed=seed, seed_by_name=False).draw,
+        episodes,
+        dtype=choose_dtype(precision, model),
+        batch_size=batch_size,
+        plain_features=plain_features,
+        description=f"{source.name} {way}-way {shot}-shot" if progress else None,
+    )
+    return {variant: np.array(score.by_episode) for variant, score in scores.items()}
+
+
+def evaluate_episodes(
+    model: SimpleCNAPS,
+    source: ImageSource,
+    variants: Iterable[Variant],
+    draw: Callable[[int], Episode],
+    episodes: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    batch_size: int = 128,
+    plain_features: UnadaptedFeatures | Tensor | None = None,
+    description: str | None = None,
+) -> dict[Variant, Scores]:
+    """Scores of every variant over the episodes ``draw(0)`` to ``draw(episodes - 1)``.
+
+    The other arguments are those of :func:`evaluate_source`; ``description`` is the text of a progress bar, and without
+    it there is none. ValueError if a variant has no head, see :func:`head_of`.
+    """
+    variants = tuple(dict.fromkeys(variants))
+    heads = {variant: head_of(model, variant).to(model.device) for variant in variants}
+    if plain_features is None and not all(v.adapt for v in variants):
+        plain_features = UnadaptedFeatures(model, source, dtype=dtype, batch_size=batch_size)
+    ways: list[int] = []
+    shots: list[NDArray[np.int64]] = []
+    accuracies: dict[Variant, list[float]] = {v: [] for v in variants}
+    class_accuracies: dict[Variant, list[NDArray[np.float64]]] = {v: [] for v in variants}
+    for index in tqdm(range(episodes), desc=description, disable=description is None, leave=False):
+        episode = draw(index)
+        ways.append(episode.way)
+        shots.append(np.bincount(episode.support_labels))
+        queries = np.bincount(episode.query_labels, minlength=episode.way)
+        labels = torch.from_numpy(episode.support_labels).to(model.device)
+        features: dict[bool, tuple[Tensor, Tensor]] = {}
+        task = None
+        if plain_features is not None:
+            features[False] = plain_features[episode.support], plain_features[episode.query]
+        if any(v.adapt for v in variants):
+            query_images = source.network_input(episode.query)
+            seen: dict[str, Any] = {"query_images": query_images} if model.is_transductive else {}
+            images = source.network_input(episode.support)
+            settings: dict[str, Any] = {"dtype": dtype, "batch_size": batch_size, **seen}
+            if isinstance(model, Baseline):
+                task = model.adapt(images, labels, **settings)
+                network = task.network
+            else:
+                network = model.adapted_network(images, labels, **settings)
+            support_features, query_features = (
+                network.unprojected_features(x, batch_size) for x in (images, query_images)
+            )
+            features[True] = support_features, query_features
+        for variant in variants:
+            support_features, query_features = (f.to(model.device) for f in features[variant.adapt])
+            with torch.no_grad():
+                if variant.adapt and task is not None:
+                    logits = task.fitted_head.logits(query_features)  # gradient steps have moved the head too
+                else:
+                    if model.projection is not None and variant.projection:
+                        support_features, query_features = map(model.projection, (support_features, query_features))
+                    logits = heads[variant](support_features, labels, query_features)
+            predicted = logits.argmax(1).cpu().numpy()
+            right = predicted == episode.query_labels
+            accuracies[variant].append(float(right.mean()))
+            class_accuracies[variant].append(np.bincount(episode.query_labels, right, episode.way) / queries)
+    return {
+        variant: Scores.of(
+            np.array(accuracies[variant]),
+            np.array(ways),
+            np.concatenate(class_accuracies[variant]),
+            np.concatenate(shots),
+        )
+        for variant in variants
+    }

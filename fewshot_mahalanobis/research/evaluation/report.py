@@ -1,0 +1,347 @@
+"""Evaluation of checkpoints on many sources, kept in a JSON file that a stopped run continues."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+from fewshot_mahalanobis.networks.devices import choose_device, choose_dtype, precision_name
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.research.baselines import METHODS
+from fewshot_mahalanobis.research.data.datasets import open_source
+from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, VariableEpisodes
+from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
+from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures, Variant, evaluate_episodes, head_of
+from fewshot_mahalanobis.research.evaluation.averages import averages, check_in_domain
+from fewshot_mahalanobis.research.evaluation.compare import differences, headings, joined
+from fewshot_mahalanobis.research.evaluation.curves import plot_curves
+from fewshot_mahalanobis.research.evaluation.methods import open_methods
+from fewshot_mahalanobis.research.evaluation.paper_figures import IN_DOMAIN, published_method
+from fewshot_mahalanobis.research.evaluation.result import Protocol, Result, read_results, write_results
+from fewshot_mahalanobis.research.evaluation.tables import Report
+
+#: A source of no more images is decoded once into memory: 21 kB per image of 84 x 84 pixels.
+_IN_MEMORY = 100_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which episodes to evaluate on.
+
+    Attributes
+    ----------
+    protocol : {"fixed", "variable"}
+        N-way K-shot, or as Meta-Dataset draws them for evaluation.
+    shots : tuple of int
+        Support images per class (fixed protocol); each is an evaluation of its own.
+    way : int
+        Classes per episode (fixed protocol). A source with fewer is evaluated with those it has.
+    queries : int
+        Query images per class; those that are left where a class has fewer.
+    episodes : int
+        Episodes per source.
+    seed : int
+    precision : {"auto", "float32", "bfloat16"}
+        Precision of the convolutions, see :class:`~fewshot_mahalanobis.SimpleCNAPSClassifier`.
+
+    Raises
+    ------
+    ValueError
+        ``protocol`` is something else, or ``shots`` has a number below 1.
+    """
+
+    protocol: Protocol = "fixed"
+    shots: tuple[int, ...] = (1, 5)
+    way: int = 5
+    queries: int = 10
+    episodes: int = 600
+    seed: int = 0
+    precision: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.protocol not in ("fixed", "variable"):
+            raise ValueError(f'protocol must be "fixed" or "variable", got {self.protocol!r}')
+        if min(self.shots, default=1) < 1:
+            raise ValueError(f"shots must be 1 or more, got {min(self.shots)}")
+
+
+def variants_of(
+    model: SimpleCNAPS,
+    heads: Sequence[str] = (),
+    adapt: bool | None = None,
+    *,
+    task_covariance: bool = True,
+    projection: bool = True,
+) -> dict[str, Variant]:
+    """Variants of a model to compare, by their titles.
+
+    ``heads`` are by default the model's own, "mahalanobis" and "euclidean"; ``adapt`` only with or only without
+    adaptation, by default both if the model adapts. ``task_covariance=False`` adds the Mahalanobis head without the
+    task covariance ("-TR"), ``projection=False`` every variant without the model's projection. ValueError if the model
+    has no such head, no adaptation or no projection.
+    """
+    if adapt and model.config["adaptation"] == "none":
+        raise ValueError("the checkpoint has no adaptation: leave out --adapt")
+    if not projection and model.projection is None:
+        raise ValueError("the checkpoint has no projection to leave out")
+    heads = heads or (model.config["head"], "mahalanobis", "euclidean")
+    adapts = (adapt,) if adapt is not None else (True, False) if model.config["adaptation"] != "none" else (False,)
+    variants = [
+        Variant(adapted, head, with_task, projected)
+        for projected in ((True,) if projection else (True, False))
+        for head in heads
+        for with_task in ((True,) if task_covariance or head != "mahalanobis" else (True, False))
+        for adapted in adapts
+    ]
+    for variant in variants:
+        head_of(model, variant)
+    return {variant.title: variant for variant in variants}
+
+
+def evaluate(
+    model: SimpleCNAPS,
+    sources: Sequence[str],
+    settings: Settings | None = None,
+    *,
+    variants: Mapping[str, Variant] | None = None,
+    root: str | Path | None = None,
+    file: str | Path | None = None,
+    progress: bool = True,
+) -> list[Result]:
+    """Evaluate one model on every source, at every number of shots or with variable ways and shots.
+
+    Parameters
+    ----------
+    model : SimpleCNAPS
+    sources : sequence of str
+        As :func:`~fewshot_mahalanobis.research.data.datasets.open_source` takes them.
+    settings : Settings, optional
+    variants : mapping of str to Variant, optional
+        By the headings of their columns. Default: :func:`variants_of` the model.
+    root : path, optional
+        Folder of the data sets that are given by name.
+    file : path, optional
+        JSON file of results, written after every source. What it already holds of this model, on the same episodes,
+        is not computed again.
+    progress : bool
+        Show progress bars.
+
+    Returns
+    -------
+    list of Result
+        One for each source and number of shots.
+
+    Raises
+    ------
+    ValueError
+        Two sources have one name, a source has too few classes or images or one that cannot be read, a variant does
+        not exist, or ``file`` holds something else.
+    FileNotFoundError
+        A source does not exist.
+    """
+    settings = Settings() if settings is None else settings
+    variants = variants_of(model) if variants is None else variants
+    kept = read_results(file) if file is not None and Path(file).exists() else []
+    by_key = {result.key: result for result in kept}
+    digest, dtype = _digest(model), choose_dtype(settings.precision, model)
+    shots: tuple[int | None, ...] = tuple(dict.fromkeys(settings.shots)) if settings.protocol == "fixed" else (None,)
+    opened, wanted = open_sources(sources, root, model.image_size), []
+    if settings.protocol == "fixed":
+        for source in opened:  # a source too small is told before any work
+            try:
+                FixedEpisodes(source, min(settings.way, len(source.class_names)), max(settings.shots)).draw(0)
+            except ValueError as error:
+                raise ValueError(f"{source.name}: {error}. Leave it out, or give smaller --shot") from error
+    for source in tqdm(opened, desc="sources", disable=not progress):
+        images, features = source, None
+        for shot in shots:
+            result = Result(
+                source=source.name,
+                protocol=settings.protocol,
+                way=_ways(source, settings),
+                shot=shot,
+                queries=settings.queries,
+                episodes=settings.episodes,
+                seed=settings.seed,
+                precision=precision_name(dtype),
+                model=digest,
+                images=_digest_of_source(source),
+            )
+            result = by_key.get(result.key, result)
+            missing = {title: variant for title, variant in variants.items() if title not in result.scores}
+            if missing:
+                if features is None:
+                    images = source.in_memory() if len(source.images) <= _IN_MEMORY else source
+                    features = UnadaptedFeatures(model, images, dtype=dtype)
+                scores = evaluate_episodes(
+                    model,
+                    images,
+                    missing.values(),
+                    _drawing(images, result),
+                    settings.episodes,
+                    dtype=dtype,
+                    plain_features=None if all(v.adapt for v in missing.values()) else features,
+                    description=result.row.title if progress else None,
+                )
+                found = {title: scores[variant] for title, variant in missing.items()}
+                result = by_key[result.key] = replace(result, scores={**result.scores, **found})
+                if file is not None:
+                    write_results(file, list(by_key.values()))
+            wanted.append(replace(result, scores={title: result.scores[title] for title in variants}))
+    return wanted
+
+
+def evaluate_checkpoints(
+    checkpoints: Sequence[str],
+    sources: Sequence[str],
+    settings: Settings | None = None,
+    *,
+    methods: Sequence[str] = (),
+    heads: Sequence[str] = (),
+    adapt: bool | None = None,
+    task_covariance: bool = True,
+    projection: bool = True,
+    in_domain: Sequence[str] | None = None,
+    root: str | Path | None = None,
+    file: str | Path | None = None,
+    plots: str | Path | None = None,
+    device: str = "auto",
+) -> Report:
+    """Evaluate checkpoints on the same episodes: what the command ``evaluate`` does.
+
+    Parameters
+    ----------
+    checkpoints : sequence of str
+        As :func:`~fewshot_mahalanobis.load_checkpoint` takes them. The first is the one that others are compared with.
+    sources, settings, root, file
+        As for :func:`evaluate`.
+    methods : sequence of str
+        Methods to compare with: a name of ``fewshot_mahalanobis.research.baselines.METHODS`` on the first checkpoint's
+        network without adaptation, or the folder of one that ``meta-train --method`` trained. The table then has a row
+        for each method.
+    heads : sequence of str
+        Default: of one checkpoint its own, "mahalanobis" and "euclidean"; of several, or beside methods, each one's
+        own.
+    adapt, task_covariance, projection
+        As for :func:`variants_of`. Of several checkpoints only the first is evaluated without adaptation by default.
+    in_domain : sequence of str, optional
+        Data sets that a checkpoint was trained on, for the averages; known of a single named checkpoint.
+    plots : path, optional
+        Folder for plots of accuracy against shots and ways.
+    device : str
+
+    Raises
+    ------
+    ValueError
+        As for :func:`evaluate`; a method is unknown, not trained or named twice; a domain is of no source; or there is
+        nothing to plot against.
+    CheckpointError
+        A checkpoint cannot be loaded.
+    """
+    settings = Settings() if settings is None else settings
+    if plots is not None:
+        if settings.protocol == "fixed" and len(set(settings.shots)) < 2:
+            raise ValueError("--plots needs --protocol variable, or several --shot")
+        importlib.import_module("fewshot_mahalanobis.plotting")  # tells at once if matplotlib is missing
+        Path(plots).mkdir(parents=True, exist_ok=True)
+    names = list(dict.fromkeys(checkpoints))
+    first, several = names[0], len(names) > 1 or bool(methods)
+    frozen, trained = open_methods(methods)
+    models = {name: load_checkpoint(name).to(choose_device(device)) for name in names}
+    variants = {}
+    for name, model in models.items():
+        adapts = model.config["adaptation"] != "none"
+        variants[name] = variants_of(
+            model,
+            heads or ((model.config["head"],) if several else ()),
+            True if adapt is None and name != first and adapts else adapt,
+            task_covariance=task_covariance,
+            projection=projection,
+        )
+    if in_domain is not None:
+        check_in_domain(in_domain, [source.name for source in open_sources(sources, root, models[first].image_size)])
+    elif len(names) == 1:
+        in_domain = IN_DOMAIN.get(first)
+    columns = headings(models, variants) if several else {first: {title: title for title in variants[first]}}
+    published = {
+        columns[name][title]: method
+        for name, model in models.items()
+        for title, variant in variants[name].items()
+        if (method := published_method(model.config, variant)) is not None
+    }
+    # The paper's figures of methods that train the network are not of a frozen one.
+    of_methods = {
+        title: METHODS[str(of.head)] for title, of in frozen.items() if not METHODS[str(of.head)].trains_network
+    }
+    for title, baseline in trained.items():
+        models[title] = baseline.to(choose_device(device))
+        variants[title] = {title: Variant(baseline.method.adaptation != "none", baseline.config["head"])}
+        columns[title] = {title: title}
+        of_methods[title] = type(baseline.method)
+    published |= {title: method.paper_title for title, method in of_methods.items() if method.paper_title}
+    variants[first] |= frozen
+    columns[first] |= {title: title for title in frozen}
+    evaluated = {
+        name: evaluate(model, sources, settings, variants=variants[name], root=root, file=file)
+        for name, model in models.items()
+    }
+    results, gains = evaluated[first], []
+    if several:
+        results = joined(evaluated, columns)
+        gains = differences(results, next(iter(columns[first].values())), in_domain)
+    if plots is not None:
+        plot_curves(results, plots)
+    return Report(results, averages(results, in_domain), gains, published, by_method=bool(methods))
+
+
+def open_sources(sources: Sequence[str], root: str | Path | None, size: int) -> list[ImageSource]:
+    """Open sources without decoding an image; ValueError if two have the same name."""
+    opened: dict[str, ImageSource] = {}
+    for path in sources:
+        source = open_source(path, root=root, size=size)
+        if source.name in opened:
+            raise ValueError(f"two sources are called {source.name!r}: rename one of them")
+        opened[source.name] = source
+    return list(opened.values())
+
+
+def _ways(source: ImageSource, settings: Settings) -> int | None:
+    """Ways of every episode of a source; None if they vary."""
+    classes = len(source.class_names)
+    if settings.protocol == "fixed":
+        return min(settings.way, classes)
+    return None if classes >= EVALUATION.min_way else classes
+
+
+def _drawing(source: ImageSource, result: Result) -> Callable[[int], Episode]:
+    """Index -> episode, in the settings of a result."""
+    if result.way is None or result.shot is None:
+        fewest = min(EVALUATION.min_way, len(source.class_names))
+        limits = replace(EVALUATION, min_way=fewest, max_queries=result.queries)
+        return VariableEpisodes(source, limits, seed=result.seed).draw
+    return FixedEpisodes(source, result.way, result.shot, result.queries, seed=result.seed, seed_by_name=False).draw
+
+
+def _digest_of_source(source: ImageSource) -> str:
+    """Digest of a source's classes and their numbers of images."""
+    classes = json.dumps([source.class_names, np.bincount(source.labels).tolist()])
+    return hashlib.sha256(classes.encode()).hexdigest()[:16]
+
+
+def _digest(model: SimpleCNAPS) -> str:
+    """Digest of a model's settings and weights."""
+    digest = hashlib.sha256(json.dumps(model.config, sort_keys=True, default=str).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,188 @@
+"""Shared by both trainings: processes, run folder, image sizes, precision."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.checkpoints.folder import read_tensors
+from fewshot_mahalanobis.networks.devices import choose_device
+from fewshot_mahalanobis.networks.resnet import FilmResNet18
+from fewshot_mahalanobis.research.data.datasets import open_source
+from fewshot_mahalanobis.research.data.sources import ImageSource
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+#: Name of the synthetic source of :mod:`fewshot_mahalanobis.research.data.glyphs`.
+GLYPHS = "glyphs"
+
+
+def start_processes(device: str) -> Accelerator:
+    """Accelerate's view of this process: its device, and its rank among those that a launcher started.
+
+    ``device`` is "auto" (a GPU where there is one) or "cpu", else ValueError. ImportError if Accelerate is not
+    installed.
+    """
+    if device not in ("auto", "cpu"):
+        raise ValueError(
+            f'device must be "auto" or "cpu" for training, not {device!r}: choose GPUs by CUDA_VISIBLE_DEVICES, '
+            "several by `accelerate launch`"
+        )
+    try:
+        with warnings.catch_warnings():  # the first import adds a warning filter for good
+            from accelerate import Accelerator
+    except ImportError as error:
+        raise ImportError(f'training needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
+    # Without "cpu" each process would train alone. The recipe sets the precision, not the launcher.
+    return Accelerator(cpu=choose_device(device).type == "cpu", mixed_precision="no")
+
+
+def shared_out(total: int, name: str, accelerator: Accelerator) -> int:
+    """Share of ``total`` that each process does in a step; ValueError if it cannot be divided evenly."""
+    share, rest = divmod(total, accelerator.num_processes)
+    if rest:
+        raise ValueError(f"{name} = {total} cannot be divided between {accelerator.num_processes} processes")
+    return share
+
+
+def resnet18_weights(backbone: str) -> dict[str, Tensor]:
+    """Weights of the FiLM ResNet18: of a file that ``pretrain`` wrote, or of a checkpoint with that network."""
+    from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+
+    if backbone.endswith(".safetensors"):
+        with torch.device("meta"):
+            expected = FilmResNet18().state_dict()
+        return read_tensors(Path(backbone), expected)
+    network = load_checkpoint(backbone).feature_extractor
+    if not isinstance(network, FilmResNet18):
+        raise ValueError(f"the backbone of the checkpoint {backbone!r} is no FilmResNet18 but {type(network).__name__}")
+    return network.state_dict()
+
+
+def open_training_source(source: str, *, root: str | None, size: int, lazy: bool) -> ImageSource:
+    """Open a source by path or name, or draw "glyphs"; in memory unless ``lazy``."""
+    if source != GLYPHS:
+        opened = open_source(source, root=root, size=size, workers=1 if lazy else 2)
+        return opened if lazy else opened.in_memory()
+    try:
+        from fewshot_mahalanobis.research.data.glyphs import draw_glyphs
+    except ImportError as error:
+        raise ImportError(f'drawing glyphs needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
+    return draw_glyphs(size=size)
+
+
+class RunFolder:
+    """Folder of a training run, from which a killed run continues.
+
+    ``recipe.json`` holds the settings, ``state.pt`` the last saved state (weights, optimizer, step), ``log.jsonl`` one
+    line per report, ``tensorboard/`` the same for TensorBoard. A run cannot continue with another recipe.
+
+    Parameters
+    ----------
+    path : path
+    recipe : mapping
+    main : bool
+        Whether this is the main process; only that one writes.
+    tensorboard : bool
+        Also write logs for TensorBoard.
+
+    Raises
+    ------
+    ValueError
+        The folder holds a run with another recipe.
+    ImportError
+        TensorBoard is not installed.
+    """
+
+    def __init__(
+        self, path: str | Path, recipe: Mapping[str, Any], *, main: bool = True, tensorboard: bool = False
+    ) -> None:
+        self.path = Path(path)
+        self._main = main
+        self._writer_class = _tensorboard_writer() if tensorboard and main else None
+        self._writer: Any = None
+        recipe = json.loads(json.dumps(recipe))
+        file = self.path / "recipe.json"
+        if (self.path / "log.jsonl").exists():  # else no step was made: a mistaken command does not block its folder
+            before = json.loads(file.read_text())
+            changed = sorted(k for k in recipe.keys() | before.keys() if recipe.get(k) != before.get(k))
+            if changed:
+                raise ValueError(
+                    f"{self.path} holds a run with another recipe (different: {', '.join(changed)}); "
+                    "continue it with the same settings or choose another folder"
+                )
+        elif main:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with atomic_replace(file) as temporary:
+                temporary.write_text(json.dumps(recipe, indent=2) + "\n")
+
+    def resume(self) -> dict[str, Any] | None:
+        """Load the last saved state, None for a fresh run, and drop later log lines: they will be logged again."""
+        file = self.path / "state.pt"
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
+        except (EOFError, RuntimeError, UnpicklingError) as error:
+            raise ValueError(f"{file} is damaged: delete it to begin the run again") from error
+        if self._main:
+            step, log = state["step"] if state is not None else 0, self.path / "log.jsonl"
+            if log.exists():
+                lines = log.read_text().splitlines(keepends=True)
+                # A killed process can leave the last line incomplete.
+                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+                with atomic_replace(log) as temporary:
+                    temporary.write_text("".join(kept))
+            if self._writer_class is not None:
+                self._writer = self._writer_class(str(self.path / "tensorboard"), purge_step=step + 1)
+        return state
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save the state; a process killed meanwhile leaves the previous one."""
+        with atomic_replace(self.path / "state.pt") as temporary:
+            torch.save(dict(state), temporary)
+
+    def log(self, step: int, **record: Any) -> None:
+        """Log numbers, or dicts of numbers, after ``step`` steps."""
+        if not self._main:
+            return
+        with (self.path / "log.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **record}) + "\n")
+        if self._writer is not None:
+            for name, value in record.items():
+                for part, number in value.items() if isinstance(value, dict) else [("", value)]:
+                    self._writer.add_scalar(f"{name}/{part}" if part else name, number, step)
+            self._writer.flush()
+
+
+def _tensorboard_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            f'logs for TensorBoard need {error.name}: pip install "fewshot-mahalanobis[tensorboard]"'
+        ) from error
+    return SummaryWriter
+
+
+def image_size_at(done: float, phases: Sequence[tuple[float, int]]) -> int:
+    """Side of the training images after the share ``done`` (0 to 1) of the training."""
+    end = 0.0
+    for share, size in phases:
+        end += share
+        if done < end:
+            return size
+    return phases[-1][1]
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Run convolutions in ``dtype``, float32 or bfloat16; the head always computes outside autocast."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)

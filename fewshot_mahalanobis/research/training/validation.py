@@ -1,0 +1,58 @@
+"""Validation in meta-training: a checkpoint is the best so far if it is better on at least half of the sources.
+
+Bateni et al., CVPR 2020, appendix "Experimental details"; the rule is the published code's, after CNAPS (Requeima et
+al., NeurIPS 2019). Accuracies of different data sets are not comparable, so sources vote instead of being averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.research.training.tasks import ValidationTasks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def better_on_most(accuracies: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
+    """Whether at least half of the sources have a higher accuracy than in the best validation so far."""
+    if best is None:
+        return True
+    return 2 * sum(accuracy > best[source] for source, accuracy in accuracies.items()) >= len(accuracies)
+
+
+def validate(
+    model: SimpleCNAPS,
+    tasks: Mapping[str, ValidationTasks],
+    accelerator: Accelerator,
+    dtype: torch.dtype,
+    *,
+    workers: int = 0,
+    progress: bool = True,
+) -> dict[str, float]:
+    """Mean accuracy on every source, by name, as a share of 1; the processes share the episodes.
+
+    ``model`` must be identical in every process; the result does not depend on their number. ``workers`` processes
+    decode images, per process of the run.
+    """
+    means, training = {}, model.training
+    model.eval()  # the relation module has batch normalisation
+    for name, episodes in tasks.items():
+        accuracies = torch.zeros(len(episodes), dtype=torch.float32, device=accelerator.device)
+        mine = range(len(episodes))[accelerator.process_index :: accelerator.num_processes]
+        loader = DataLoader(episodes, batch_size=None, sampler=mine, num_workers=workers, generator=torch.Generator())
+        for number, task in zip(mine, tqdm(loader, desc=name, disable=not progress, leave=False), strict=True):
+            labels = task.support_labels.to(model.device)
+            seen: dict[str, Any] = {"query_images": task.query_images} if model.is_transductive else {}
+            adapted = model.adapt(task.support_images, labels, **seen, dtype=dtype)
+            right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
+            accuracies[number] = right.float().mean()
+        means[name] = float(accelerator.reduce(accuracies, "sum").double().mean())
+    model.train(training)
+    return means

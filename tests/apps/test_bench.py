@@ -1,0 +1,225 @@
+"""What the app does, without its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis.apps.bench import UNKNOWN, Bench
+from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, list[str]]:
+    """Image files of the three classes that ``tiny_classifier`` knows."""
+    made: dict[str, list[str]] = {}
+    for index, (name, image) in enumerate(zip(LABELS, pictures(8, 1), strict=True)):
+        file = tmp_path / f"{index}.png"
+        Image.fromarray(image).save(file)
+        made.setdefault(name, []).append(str(file))
+    return made
+
+
+def in_order(files: dict[str, list[str]]) -> tuple[list[str], list[str]]:
+    return [file for group in files.values() for file in group], [name for name in files for _ in files[name]]
+
+
+def test_the_bench_fits_what_the_classifier_fits(files: dict[str, list[str]]) -> None:
+    bench = Bench(tiny_model(), device="cpu")
+    for name, group in files.items():
+        assert bench.add(f" {name} ", group) == {}
+    assert bench.counts() == {"blue": 3, "green": 3, "red": 2}
+    direct = SimpleCNAPSClassifier(tiny_model(), device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 9).fit(
+        *in_order(files)
+    )
+    query = files["red"][0]
+    bench.ask([query])
+    (answer,) = bench.answers
+    (row,) = direct.predict_proba([query])
+    assert answer.probabilities == pytest.approx(dict(zip(direct.classes_, row, strict=True)))
+    assert answer.label == max(answer.probabilities, key=answer.probabilities.get)
+    assert [UNKNOWN if answer.unknown else answer.label] == direct.predict([query]).tolist()
+
+
+def test_neighbours_are_the_nearest_support_images(files: dict[str, list[str]]) -> None:
+    bench = Bench(tiny_model(), device="cpu")
+    for name, group in files.items():
+        bench.add(name, group)
+    paths, names = in_order(files)
+    query = files["green"][1]
+    bench.ask([query])
+    (answer,) = bench.answers
+    assert bench.classifier is not None
+    features, (own,) = bench.classifier.transform(paths), bench.classifier.transform([query])
+    distances = [float(np.sqrt(((row - own) ** 2).sum())) for row in features]
+    nearest = np.argsort(distances)[: len(answer.neighbours)]
+    assert [n.label for n in answer.neighbours] == [names[i] for i in nearest]
+    assert [n.distance for n in answer.neighbours] == pytest.approx([distances[i] for i in nearest], abs=1e-5)
+    np.testing.assert_array_equal(answer.neighbours[0].picture, answer.picture)  # it is in the support set
+
+
+def test_files_that_cannot_be_read_are_named_and_the_others_used(files: dict[str, list[str]], tmp_path: Path) -> None:
+    (tmp_path / "notes.png").write_text("hello")
+    bench = Bench(tiny_model(), device="cpu")
+    problems = bench.add("blue", [*files["blue"], str(tmp_path / "notes.png")])
+    assert problems.keys() == {"notes.png"}
+    assert bench.counts() == {"blue": 3}
+    with pytest.raises(ValueError, match=r"Nothing was added. notes\.png: not an image file"):
+        bench.add("red", [str(tmp_path / "notes.png")])
+    bench.add("red", files["red"])
+    with pytest.raises(ValueError, match=r"notes\.png: not an image file"):
+        bench.ask([str(tmp_path / "notes.png")])
+    assert bench.queries == []
+    assert bench.counts() == {"blue": 3, "red": 2}
+
+
+def test_what_is_missing_is_said(files: dict[str, list[str]]) -> None:
+    bench = Bench(tiny_model(), device="cpu")
+    for name, given, message in (
+        ("  ", files["red"], "name first"),
+        (UNKNOWN, files["red"], "another name"),
+        ("red", [], "pictures of “red” first"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench.add(name, given)
+    bench.add("red", files["red"])
+    assert bench.save() is None
+
+
+def test_single_pictures_make_a_classifier_that_calls_nothing_unknown(files: dict[str, list[str]]) -> None:
+    bench = Bench(tiny_model(), device="cpu")
+    for name, group in files.items():
+        bench.add(name, group[:1])
+    bench.ask([files["red"][1]])
+    assert not bench.answers[0].unknown
+
+
+def test_removing_a_class_is_never_having_added_it(files: dict[str, list[str]]) -> None:
+    bench, without = Bench(tiny_model(), device="cpu"), Bench(tiny_model(), device="cpu")
+    for name, group in files.items():
+        bench.add(name, group)
+        if name != "green":
+            without.add(name, group)
+    for one in (bench, without):
+        one.ask(files["red"][:1])
+    bench.remove("green")
+    assert bench.counts() == without.counts()
+    assert bench.answers[0].probabilities == without.answers[0].probabilities
+    bench.remove("red")
+    assert bench.classifier is None
+    assert bench.answers == []
+
+
+def test_from_a_fitted_classifier_on_more_images_are_a_partial_fit(files: dict[str, list[str]]) -> None:
+    start = tiny_classifier(unknown_label=UNKNOWN, false_rejection_rate=0.2)
+    before = start.predict_proba(pictures(2, 5))
+    bench = Bench(start)
+    assert bench.counts() == {"blue": 3, "green": 3, "red": 2}
+    bench.ask(files["red"][:1])
+    assert all(near.picture is None for near in bench.answers[0].neighbours)
+    bench.add("purple", files["blue"][:2])
+    expected = tiny_classifier(unknown_label=UNKNOWN, false_rejection_rate=0.2).partial_fit(
+        files["blue"][:2], ["purple"] * 2
+    )
+    (row,) = expected.predict_proba(files["red"][:1])
+    (answer,) = bench.answers
+    assert answer.probabilities == pytest.approx(dict(zip(expected.classes_, row, strict=True)))
+    assert {near.label for near in answer.neighbours if near.picture is not None} <= {"purple"}
+    bench.remove("purple")
+    assert bench.classifier is start
+    np.testing.assert_array_equal(start.predict_proba(pictures(2, 5)), before)
+
+
+def test_classes_that_are_numbers_stay_numbers(files: dict[str, list[str]]) -> None:
+    start = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(4, 1), [3, 5, 3, 5])
+    bench = Bench(start)
+    bench.add("5", files["red"])
+    bench.add("8", files["blue"])
+    assert bench.classifier is not None
+    assert bench.classifier.classes_.tolist() == [3, 5, 8]
+    with pytest.raises(ValueError, match="whole numbers"):
+        bench.add("cat", files["green"])
+    assert bench.counts() == {"3": 2, "5": 4, "8": 3}
+
+
+def test_one_picture_can_be_removed(files: dict[str, list[str]]) -> None:
+    bench, without = Bench(tiny_model(), device="cpu"), Bench(tiny_model(), device="cpu")
+    for one in (bench, without):
+        one.ask(files["green"][:1])
+        one.add("red", files["red"])
+    bench.add("blue", files["blue"])
+    without.add("blue", files["blue"][1:])
+    index = next(index for index, _, name in bench.pictures() if name == "blue")
+    bench.remove_picture(index)
+    assert bench.counts() == {"blue": 2, "red": 2}
+    assert bench.answers[0].probabilities == without.answers[0].probabilities
+
+
+def test_pictures_are_listed_class_by_class(files: dict[str, list[str]]) -> None:
+    bench = Bench(tiny_model(), device="cpu")
+    for index in range(2):
+        for name in ("red", "blue"):
+            bench.add(name, files[name][index : index + 1])
+    assert [(index, name) for index, _, name in bench.pictures()] == [(1, "blue"), (3, "blue"), (0, "red"), (2, "red")]
+    assert all(picture is bench.images[index] for index, picture, _ in bench.pictures())
+
+
+def test_queries_wait_for_two_classes_and_are_answered_anew_after_each_change(files: dict[str, list[str]]) -> None:
+    bench = Bench(tiny_model(), device="cpu")
+    assert bench.ask([*files["red"], files["blue"][0]]) == {}
+    assert bench.answers == []
+    assert bench.most_useful_query() is None
+    bench.add("red", files["red"])
+    assert bench.answers == []
+    bench.add("blue", files["blue"])
+    assert [answer.label for answer in bench.answers] == ["red", "red", "blue"]
+    bench.add("green", files["green"])
+    assert all(answer.probabilities.keys() == {"blue", "green", "red"} for answer in bench.answers)
+    bench.forget_queries()
+    assert (bench.queries, bench.answers, bench.most_useful_query()) == ([], [], None)
+
+
+def test_the_query_most_in_doubt_is_offered_and_its_label_learned(files: dict[str, list[str]]) -> None:
+    start = tiny_classifier()
+    bench = Bench(start)
+    queries = [file for group in files.values() for file in group]
+    bench.ask(queries)
+    margins = np.sort(start.predict_proba(queries), axis=1)
+    expected = int((margins[:, -1] - margins[:, -2]).argmin())
+    assert bench.most_useful_query() == expected
+    bench.pass_over(expected)
+    second = bench.most_useful_query()
+    assert second not in (None, expected)
+    with pytest.raises(ValueError, match="name first"):
+        bench.label_query(second, " ")
+    assert len(bench.queries) == len(queries)
+    bench.label_query(second, "purple")
+    assert len(bench.queries) == len(bench.answers) == len(queries) - 1
+    learned = tiny_classifier().partial_fit([queries[second]], ["purple"])
+    kept = [query for index, query in enumerate(queries) if index != second]
+    np.testing.assert_allclose(
+        [list(answer.probabilities.values()) for answer in bench.answers], learned.predict_proba(kept), rtol=1e-6
+    )
+    for _ in kept:
+        if (index := bench.most_useful_query()) is not None:
+            bench.pass_over(index)
+    assert bench.most_useful_query() is None
+
+
+def test_a_label_that_cannot_be_learned_changes_nothing(files: dict[str, list[str]]) -> None:
+    bench = Bench(SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(4, 1), [3, 5, 3, 5]))
+    bench.ask(files["red"])
+    with pytest.raises(ValueError, match="whole numbers"):
+        bench.label_query(0, "cat")
+    assert len(bench.queries) == len(bench.answers) == 2
+
+
+def test_the_example_has_three_classes_and_asks_about_seven_pictures() -> None:
+    bench = Bench(tiny_model(), device="cpu")
+    bench.add_example()
+    assert bench.counts() == {"flower": 5, "pagoda": 5, "trees": 5}
+    assert len(bench.answers) == 7

@@ -1,0 +1,361 @@
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import fewshot_mahalanobis
+from fewshot_mahalanobis import SimpleCNAPS, available_checkpoints
+from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.checkpoints import DownloadError, save_checkpoint
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output
+    return result.stderr if status else result.stdout
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        save_checkpoint(SimpleCNAPS(image_size=32), folder, dtype=torch.float16)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for name, colour in (("red", (220, 30, 30)), ("blue", (30, 30, 220)), ("green", (30, 200, 30))):
+        (root / name).mkdir()
+        for i in range(3):
+            pixels = np.clip(np.array(colour) + rng.normal(0, 25, (40, 30, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{i}.png")
+    return root
+
+
+def test_every_command_has_help():
+    listed = run("--help")
+    for command in ("demo", "fit", "predict", "pretrain", "meta-train", "evaluate", "checkpoints"):
+        assert command in listed
+        assert "Usage" in run(command, "--help")
+    for command in (("demo",), ("fit",), ("predict",), *(("checkpoints", c) for c in ("list", "show", "download"))):
+        assert f"fewshot-mahalanobis {' '.join(command)}" in run(*command, "--help")  # an example
+    assert "Exit status" in listed
+
+
+def test_help_and_version_answer_without_loading_pytorch() -> None:
+    for option in ("--help", "--version"):
+        code = f"import sys; from fewshot_mahalanobis.apps.cli import app; app([{option!r}], standalone_mode=False)"
+        code += "; assert not {'torch', 'sklearn', 'scipy'} & {*sys.modules}, 'loaded'"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert run("--version") == f"fewshot-mahalanobis {fewshot_mahalanobis.__version__}\n"
+
+
+def test_fit_then_predict_labels_a_folder(checkpoint, photos, tmp_path):
+    model = tmp_path / "model.safetensors"
+    said = run("fit", photos, "-o", model, "--checkpoint", checkpoint, "--device", "cpu")
+    assert "3 classes (blue 3, green 3, red 3)" in said
+    rows = list(
+        csv.DictReader(io.StringIO(run("predict", model, photos / "red", photos / "blue" / "1.png", "--proba")))
+    )
+    assert [Path(row["path"]).parent.name for row in rows] == ["red", "red", "red", "blue"]
+    for row in rows:
+        probabilities = {name: float(row[name]) for name in ("blue", "green", "red")}
+        assert sum(probabilities.values()) == pytest.approx(1, abs=1e-5)
+        assert row["label"] == max(probabilities, key=probabilities.get)
+    assert [row["label"] for row in rows] == ["red", "red", "red", "blue"]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint, photos, tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("model") / "colours.safetensors"
+    run("fit", photos, "-o", file, "--checkpoint", checkpoint, "--device", "cpu")
+    return file
+
+
+def table_of(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_fitting_a_csv_of_paths_and_labels_is_fitting_the_folder(checkpoint, photos, model, tmp_path):
+    """Paths are relative to the CSV, columns in any order, with the byte order mark that spreadsheets write."""
+    lines = [f"{path.parent.name},{path.relative_to(photos)},x" for path in sorted(photos.glob("*/*.png"))]
+    (photos / "labels.csv").write_text("\n".join(["label,path,note", *lines]), encoding="utf-8-sig")
+    try:
+        run("fit", photos / "labels.csv", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+    finally:
+        (photos / "labels.csv").unlink()
+    assert run("predict", tmp_path / "m", photos, "--proba") == run("predict", model, photos, "--proba")
+
+
+def test_what_predict_writes_is_a_table_that_fit_reads(checkpoint, photos, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(photos)
+    Path("labels.csv").write_text(run("predict", model, "red", "blue"))
+    try:
+        said = run("fit", "labels.csv", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+    finally:
+        Path("labels.csv").unlink()
+    assert "2 classes (blue 3, red 3)" in said
+
+
+@pytest.mark.parametrize(("separator", "name"), [(";", "a.csv"), ("\t", "a.csv"), ("\t", "a.TSV"), (" , ", "a.txt")])
+def test_a_table_may_have_other_separators_and_spaces_and_be_given_from_elsewhere(
+    separator, name, checkpoint, photos, model, tmp_path, monkeypatch
+):
+    lines = [f"{path.parent.name}{separator}{path.relative_to(photos)}" for path in sorted(photos.glob("*/*.png"))]
+    lines[0] = f" {lines[0]} "
+    (photos / name).write_text("\r\n".join([f"label{separator}path", *lines]))
+    monkeypatch.chdir(tmp_path)
+    try:
+        run("fit", photos / name, "-o", "m", "--checkpoint", checkpoint, "--device", "cpu")
+    finally:
+        (photos / name).unlink()
+    assert run("predict", "m", photos, "--proba") == run("predict", model, photos, "--proba")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("file,label\na.png,cat", "no column 'path'"),
+        ("path,label\na.png,cat\nb.png,", "line 3 of .* lacks a path or a label"),
+        ("path,label", "lists no image"),
+        (b"path,label\nf\xfcr.png,cat", "not in UTF-8"),
+    ],
+)
+def test_a_csv_that_is_not_paths_and_labels_is_refused(lines, message, tmp_path):
+    (tmp_path / "labels.csv").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
+    said = run("fit", tmp_path / "labels.csv", "-o", tmp_path / "m", status=1)
+    assert re.search(message, said)
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_best_labels_come_in_order_in_csv_and_json(photos, model):
+    (row,) = table_of(run("predict", model, photos / "red" / "0.png", "--top-k", 2, "--proba"))
+    everything = {name: float(row[name]) for name in ("blue", "green", "red")}
+    ranked = sorted(everything, key=everything.get, reverse=True)
+    assert [row["label"], row["label_1"], row["label_2"]] == [ranked[0], ranked[0], ranked[1]]
+    assert float(row["probability_2"]) == everything[ranked[1]]
+    assert "label_3" not in row
+
+    (entry,) = json.loads(run("predict", model, photos / "red" / "0.png", "--json", "--top-k", 2, "--proba"))
+    assert entry["path"] == row["path"]
+    assert entry["label"] == row["label"]
+    assert [best["label"] for best in entry["top"]] == ranked[:2]
+    assert sum(entry["probabilities"].values()) == pytest.approx(1)
+    assert entry["probabilities"]["blue"] == pytest.approx(everything["blue"], abs=1e-6)
+    (entry,) = json.loads(run("predict", model, photos / "red" / "0.png", "--json"))
+    assert set(entry) == {"path", "label"}
+
+
+def test_more_labels_than_there_are_classes_are_refused(photos, model):
+    assert "--top-k 4 is more than the 3 classes" in run("predict", model, photos, "--top-k", 4, status=1)
+
+
+def test_answers_do_not_depend_on_the_batches(photos, model, monkeypatch):
+    whole = run("predict", model, photos)
+    monkeypatch.setattr("fewshot_mahalanobis.apps.labelling._BATCH", 2)
+    assert run("predict", model, photos) == whole
+
+
+@pytest.fixture
+def spoilt(photos, tmp_path) -> Path:
+    """The photos with an empty file, and a text, among the red ones."""
+    shutil.copytree(photos, tmp_path / "spoilt")
+    (tmp_path / "spoilt" / "red" / "empty.png").touch()
+    (tmp_path / "spoilt" / "red" / "text.jpg").write_text("hello")
+    return tmp_path / "spoilt"
+
+
+def test_unreadable_images_stop_a_command_which_lists_them_all_and_writes_nothing(spoilt, checkpoint, model, tmp_path):
+    for arguments in (
+        ("fit", spoilt, "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu"),
+        ("predict", model, spoilt),
+    ):
+        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        for name in ("empty.png", "text.jpg"):
+            assert f"{spoilt / 'red' / name}: " in result.stderr
+        assert "error: 2 of 11 images cannot be read" in result.stderr
+        assert "--skip-errors" in result.stderr
+    assert not (tmp_path / "m").exists()
+
+
+def test_unreadable_images_are_skipped_on_request_and_listed_with_status_3(spoilt, checkpoint, model, photos, tmp_path):
+    clean = run("predict", model, photos)
+    result = CliRunner().invoke(app, ["predict", str(model), str(spoilt), "--skip-errors"])
+    assert result.exit_code == 3
+    assert result.stdout.replace(str(spoilt), str(photos)) == clean
+    listed = result.stderr.splitlines()
+    assert [line.split(": ")[0] for line in listed[:2]] == [str(spoilt / "red" / n) for n in ("empty.png", "text.jpg")]
+    assert listed[2] == "skipped 2 of 11 images, which cannot be read"
+
+    settings = ["--checkpoint", str(checkpoint), "--device", "cpu", "--skip-errors"]
+    result = CliRunner().invoke(app, ["fit", str(spoilt), "-o", str(tmp_path / "m"), *settings])
+    assert result.exit_code == 3
+    assert "3 classes (blue 3, green 3, red 3)" in result.stdout
+    assert run("predict", tmp_path / "m", photos, "--proba") == run("predict", model, photos, "--proba")
+
+
+def test_a_class_or_a_command_left_without_images_is_an_error(spoilt, model, tmp_path):
+    for image in (spoilt / "red").glob("?.png"):
+        image.unlink()
+    said = run("fit", spoilt, "-o", tmp_path / "m", "--skip-errors", status=1)
+    assert "no image of class 'red' can be read" in said
+    assert "2 of 2 images cannot be read" in run("predict", model, spoilt / "red", "--skip-errors", status=1)
+
+
+def test_what_the_user_gave_wrongly_is_one_line_and_status_1(checkpoint, photos, tmp_path):
+    said = run("fit", tmp_path / "nowhere", "-o", tmp_path / "m", status=1)
+    assert said.startswith("error: no folder")
+    (tmp_path / "broken.safetensors").write_text("hello")
+    said = run("predict", tmp_path / "broken.safetensors", photos, status=1)
+    assert said.startswith("error: ")
+    assert "broken.safetensors" in said
+    said = run("evaluate", photos, "--checkpoint", tmp_path / "none", status=1)
+    assert "none" in said
+
+
+def test_an_output_that_cannot_be_written_is_said_before_any_work(photos, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("fewshot_mahalanobis.images.decode.decode_batches", None)
+    for command in (("fit", photos), ("sort", model, photos), ("demo",)):
+        said = run(*command, "-o", tmp_path / "none" / "m", status=1)
+        assert (
+            said
+            == f"error: cannot write {tmp_path / 'none' / 'm'}: there is no folder {tmp_path / 'none'}. Make it first\n"
+        )
+    assert "it is a folder" in run("fit", photos, "-o", tmp_path, status=1)
+
+
+def test_a_backbone_of_timm_takes_the_place_of_a_checkpoint(photos, tmp_path, monkeypatch):
+    timm = pytest.importorskip("timm")
+    real = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **options: real(name, **options))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, *repository, **options: None)
+    assert "3 classes" in run("fit", photos, "-o", tmp_path / "m", "--backbone", "test_resnet", "--device", "cpu")
+    assert len(table_of(run("predict", tmp_path / "m", photos))) == 9
+    both = run("fit", photos, "-o", tmp_path / "m", "--backbone", "test_resnet", "--checkpoint", "x", status=1)
+    assert "exclude each other" in both
+
+
+def test_without_a_connection_a_backbone_is_refused_after_one_question(photos, tmp_path, monkeypatch):
+    timm = pytest.importorskip("timm")
+    monkeypatch.setattr(timm, "create_model", None)  # whose retries take a minute
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+    def unreachable(*_, **__):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    said = run("fit", photos, "-o", tmp_path / "m", "--backbone", "resnet18.a1_in1k", status=1)
+    assert "no connection to https://" in said
+    assert "Name or service not known" in said
+
+
+def test_images_are_sorted_into_folders(photos, model, tmp_path):
+    said = run("sort", model, photos, "-o", tmp_path / "sorted", "--min-probability", 0)
+    assert said == f"{tmp_path / 'sorted'}: 9 images sorted (blue 3, green 3, red 3)\n"
+    assert {p.parent.name for p in (tmp_path / "sorted").glob("*/*.png")} == {"blue", "green", "red"}
+    assert len(list(photos.glob("*/*.png"))) == 9
+    assert run("sort", model, photos, "-o", tmp_path / "sorted") == f"{tmp_path / 'sorted'}: 0 images sorted\n"
+
+    shutil.copytree(photos, tmp_path / "photos")
+    run("sort", model, tmp_path / "photos", "-o", tmp_path / "links", "--link")
+    assert all(file.is_symlink() for file in (tmp_path / "links").glob("*/*.png"))
+    run("sort", model, tmp_path / "photos", "-o", tmp_path / "moved", "--move")
+    assert not list((tmp_path / "photos").glob("*/*.png"))
+    assert len(list((tmp_path / "moved").glob("*/*.png"))) == 9
+    assert "exclude each other" in run("sort", model, photos, "-o", tmp_path / "no", "--move", "--link", status=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names that are no text")
+def test_names_that_standard_output_cannot_encode_are_written(photos, checkpoint, tmp_path):
+    for folder, name in (("red", b"caf\xe9"), ("blue", "\u9ce5".encode())):
+        shutil.copytree(photos / folder, tmp_path / "photos" / os.fsdecode(name))
+
+    def written(*arguments: object) -> bytes:
+        command = [sys.executable, "-m", "fewshot_mahalanobis", *map(str, arguments)]
+        environment = {**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
+        done = subprocess.run(command, capture_output=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    settings = ("--checkpoint", checkpoint, "--device", "cpu")
+    assert b"caf\xe9 3, \xe9\xb3\xa5 3" in written("fit", tmp_path / "photos", "-o", tmp_path / "m", *settings)
+    assert b"/caf\xe9/0.png,caf\xe9" in written("predict", tmp_path / "m", tmp_path / "photos")
+
+
+def test_a_report_names_the_image_with_the_wrong_label(photos, checkpoint, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos" / "red" / "0.png").rename(tmp_path / "photos" / "blue" / "moved.png")
+    settings = ("--checkpoint", checkpoint, "--device", "cpu", "--head", "euclidean")
+    said = run("fit", tmp_path / "photos", "-o", tmp_path / "m", *settings, "--report")
+    assert "9 support images of 3 classes" in said
+    assert "Leave-one-out accuracy: 8 of 9" in said
+    assert str(tmp_path / "photos" / "blue" / "moved.png") in said
+    assert "Leave-one-out" not in run("fit", photos, "-o", tmp_path / "m", *settings)
+
+
+def test_what_was_found_beside_the_images_is_said(photos, checkpoint, model, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos" / "red" / "film.mp4").write_bytes(b"film")
+    (tmp_path / "photos" / "empty").mkdir()
+    settings = ["--checkpoint", str(checkpoint), "--device", "cpu"]
+    result = CliRunner().invoke(app, ["fit", str(tmp_path / "photos"), "-o", str(tmp_path / "m"), *settings])
+    assert result.exit_code == 0
+    assert "1 MP4 file" in result.stderr
+    assert "No image in class folder 'empty'" in result.stderr
+    result = CliRunner().invoke(app, ["predict", str(model), str(tmp_path / "photos")])
+    assert "1 MP4 file" in result.stderr
+
+
+def test_checkpoints_lists_the_table():
+    listed = run("checkpoints", "list")
+    assert "default" in listed
+    assert "simple-cnaps-meta-dataset" in listed
+    assert "MIT" in listed
+    assert run("checkpoints") == listed
+
+
+def test_a_checkpoint_is_shown_with_its_accuracies():
+    record = available_checkpoints()["simple-cnaps-meta-dataset"]
+    shown = run("checkpoints", "show", record.name)
+    for fact in (record.url, record.licence, record.trained_on, "79 MB", "VGG Flower", "90.7 ± 0.5"):
+        assert fact in shown
+    assert "in the package" in run("checkpoints", "show", "default")
+    assert "no checkpoint is named 'defualt'" in run("checkpoints", "show", "defualt", status=1)
+
+
+def test_downloading_says_when_a_checkpoint_is_there_and_why_when_not(checkpoint, monkeypatch):
+    assert "default is here" in run("checkpoints", "download", "default")
+
+    def offline(name: str) -> None:
+        raise DownloadError(f"could not download {name}")
+
+    monkeypatch.setattr("fewshot_mahalanobis.checkpoints.load.load_checkpoint", offline)
+    said = run("checkpoints", "download", "simple-cnaps-meta-dataset", status=1)
+    assert said == "error: could not download simple-cnaps-meta-dataset\n"
+
+
+def test_evaluate_prints_a_table_with_intervals(checkpoint, photos, tmp_path):
+    settings = ("--checkpoint", checkpoint, "--way", 3, "--shot", 1, "--queries", 1, "--episodes", 3, "--device", "cpu")
+    table = run("evaluate", photos, *settings, "-o", tmp_path / "r.json")
+    assert f"| {photos.name}, 3-way 1-shot" in table
+    assert "±" in table
+    assert (tmp_path / "r.json").exists()
+    assert run("evaluate", photos, *settings, "-o", tmp_path / "r.json").splitlines()[-3:] == table.splitlines()[-3:]

@@ -1,0 +1,253 @@
+"""The app's command, and its page in a real browser."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from playwright.sync_api import Page, expect
+from sklearn.datasets import load_digits
+from typer.testing import CliRunner
+
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis.apps.bench import UNKNOWN
+from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.apps.page import make_page, serve
+from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
+from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
+
+
+def test_the_command_serves_a_checkpoint_or_a_model_file_on_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr("fewshot_mahalanobis.apps.page.make_page", lambda start, device: start)
+    signature = inspect.signature(serve)
+    monkeypatch.setattr(
+        "fewshot_mahalanobis.apps.page.serve",
+        lambda *given, **named: served.append(signature.bind(*given, **named).arguments),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = SimpleCNAPS(image_size=32).eval()
+    SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8, 1), LABELS).save(tmp_path / "m.safetensors")
+    assert CliRunner().invoke(app, ["app", "--model", str(tmp_path / "m.safetensors")]).exit_code == 0
+    assert served[0]["page"].classes_.tolist() == ["blue", "green", "red"]
+    assert served[0]["host"] == "127.0.0.1"
+    assert served[0]["share"] is False
+    for arguments, message in (
+        (["--model", "m", "--checkpoint", "other"], "exclude each other"),
+        (["--model", str(tmp_path / "none")], "no saved classifier"),
+    ):
+        result = CliRunner().invoke(app, ["app", *arguments])
+        assert result.exit_code == 1
+        assert message in result.stderr
+
+
+# ---------------------------------------------------------------------- the page
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[str, list[Any]]]:
+    """The address of a page that starts from the default checkpoint, and where its process connected to."""
+    connections: list[Any] = []
+    connect = socket.socket.connect
+
+    def recorded(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX:
+            connections.append(address[0])
+        connect(self, address)
+
+    page = make_page(load_checkpoint("default"), device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", recorded)
+        address = serve(page, wait=False)
+        yield address, connections
+    page.close(verbose=False)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Handwritten digits as PNG files, six of each name; the last is for asking."""
+    data, folder = load_digits(), tmp_path_factory.mktemp("digits")
+    files: dict[str, list[str]] = {}
+    for name, digit in (("three", 3), ("seven", 7), ("nine", 9), ("one", 1)):
+        for index in np.flatnonzero(data.target == digit)[:6]:
+            file = folder / f"{name}-{index}.png"
+            pixels = np.round(data.images[index] * (255 / 16)).astype(np.uint8)
+            Image.fromarray(pixels).resize((160, 160), Image.Resampling.BICUBIC).save(file)
+            files.setdefault(name, []).append(str(file))
+    return files
+
+
+def teach(page: Page, name: str, files: list[str]) -> None:
+    page.locator("#class-name").locator("input, textarea").first.fill(name)
+    page.locator("#class-files input[type=file]").set_input_files(files)
+    expect(page.locator("#class-files")).to_contain_text(Path(files[-1]).suffix)  # the list of uploaded files
+    page.locator("#add").click()
+
+
+def ask(page: Page, *files: str) -> None:
+    page.locator("#query input[type=file]").set_input_files(list(files))
+
+
+def expect_readable(page: Page) -> None:
+    for text in (
+        "#answers .said",
+        "#answers figcaption",
+        "#classes .class",
+        "#state .said",
+        "#doubt .said",
+        "h1",
+        "h2",
+    ):
+        assert contrast(page, text) >= 4.5, text
+    assert overflow(page) <= 0
+
+
+def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
+    served: tuple[str, list[Any]], digits: dict[str, list[str]], tmp_path: Path
+) -> None:
+    address, connections = served
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(Path(digits["three"][0]).read_bytes()[:60])
+    taught = {name: digits[name][:5] for name in ("three", "seven", "nine")}
+    support = [file for group in taught.values() for file in group], [name for name in taught for _ in range(5)]
+    direct = SimpleCNAPSClassifier(device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 16).fit(*support)
+    queries = [digits["nine"][5], digits["seven"][5], digits["one"][5]]
+    expected = direct.predict(queries).tolist()
+
+    with chromium() as browser:
+        page = browser.new_page(viewport=WIDE)
+        page.set_default_timeout(300_000)
+        expect.set_options(timeout=300_000)
+        asked, errors = requests_of(page), []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(address)
+        state, classes, answers = page.locator("#state"), page.locator("#classes"), page.locator("#answers")
+        expect(state).to_contain_text("No class yet")
+        keep(page, "app-start", full_page=True)
+
+        # One picture is asked about before there is a class: it waits.
+        teach(page, "three", [*taught["three"], str(broken)])
+        expect(classes).to_contain_text("three 5")
+        expect(state).to_contain_text("broken.png: ")
+        ask(page, queries[0])
+        expect(answers).to_contain_text("1 picture waits")
+        ask(page, str(broken))
+        expect(page.locator("#problem")).to_contain_text("broken.png: ")
+        keep(page, "app-problem", full_page=True)
+
+        teach(page, "seven", taught["seven"])
+        expect(classes).to_contain_text("seven 5")
+        teach(page, "nine", taught["nine"])
+        expect(classes).to_contain_text("nine 5")
+        expect(state).to_contain_text("Ready to classify")
+        (row,) = direct.predict_proba(queries[:1])
+        expect(answers.locator("strong")).to_have_text(expected[:1])
+        shown = answers.locator(".probabilities").inner_text()
+        assert {f"{round(p * 100)}%" for p in row} <= set(re.findall(r"\d+%", shown))
+        expect(answers.locator(".neighbours img")).to_have_count(6)
+        keep(page, "app-answer", full_page=True)
+
+        # Several at once are classified when they are dropped; the last one stands first.
+        ask(page, *queries[1:])
+        expect(answers.locator("strong")).to_have_text(expected[::-1])
+        answers.locator("summary").first.click()
+        expect(answers.locator(".neighbours img:visible")).to_have_count(6)
+
+        with page.expect_download() as download:
+            page.get_by_text("Download the model").click()
+        download.value.save_as(tmp_path / "classifier.safetensors")
+
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_function("document.body.classList.contains('dark')")
+        assert is_dark(page)
+        expect_readable(page)
+        keep(page, "app-dark", full_page=True)
+        page.set_viewport_size(NARROW)
+        page.wait_for_function("window.innerWidth < 400")
+        expect_readable(page)
+        keep(page, "app-dark-narrow", full_page=True)
+        page.emulate_media(color_scheme="light")
+        page.wait_for_function("!document.body.classList.contains('dark')")
+        expect_readable(page)
+        keep(page, "app-narrow", full_page=True)
+
+        # The picture it is least sure of is labelled; then one picture and one class are removed.
+        page.locator("#truth input").fill("one")
+        page.locator("#learn").click()
+        expect(classes).to_contain_text("one 1")
+        expect(answers.locator("strong")).to_have_count(2)
+        page.locator("#gallery button").first.click()
+        page.locator("#remove-picture").click()
+        expect(classes).to_contain_text("nine 4")
+        page.locator("#gallery button").first.click()
+        expect(page.locator("#remove-class")).to_contain_text("nine")
+        page.locator("#remove-class").click()
+        expect(classes).not_to_contain_text("nine")
+        page.locator("#clear").click()
+        expect(answers.locator("strong")).to_have_count(0)
+
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "classifier.safetensors", device="cpu")
+    assert loaded.predict(queries).tolist() == expected
+    np.testing.assert_allclose(loaded.predict_proba(queries), direct.predict_proba(queries), rtol=1e-6)
+    assert not errors
+    local = ("http://127.0.0.1", "data:", "blob:")
+    assert not [url for url in asked if not url.startswith(local)]  # no font, script or telemetry from elsewhere
+    assert {*connections} <= {"127.0.0.1", "localhost", "::1"}
+
+
+def test_the_example_is_taught_and_asked_by_one_button(served: tuple[str, list[Any]]) -> None:
+    with chromium() as browser:
+        page = browser.new_page(viewport=WIDE)
+        page.set_default_timeout(300_000)
+        expect.set_options(timeout=300_000)
+        page.goto(served[0])
+        expect(page.locator("#state")).to_contain_text("No class yet")
+        page.locator("#example").click()
+        expect(page.locator("#answers strong")).to_have_count(7)
+        keep(page, "app-example", full_page=True)
+        page.set_viewport_size(NARROW)
+        page.wait_for_function("window.innerWidth < 400")
+        keep(page, "app-example-narrow", full_page=True)
+        # On a phone, asking is within two screens of the top, however many classes there are.
+        box = page.locator("#query").bounding_box()
+        assert box is not None
+        assert box["y"] + page.evaluate("window.scrollY") < 2 * NARROW["height"]
+
+
+def test_a_page_that_starts_with_queries_offers_one_for_review(tmp_path: Path) -> None:
+    for index, image in enumerate(pictures(4, 3)):
+        Image.fromarray(image).save(tmp_path / f"{index}.png")
+    page = make_page(tiny_classifier(), queries=[str(path) for path in sorted(tmp_path.iterdir())])
+    address = serve(page, wait=False)
+    try:
+        with chromium() as browser:
+            visit = browser.new_page(viewport=WIDE)
+            expect.set_options(timeout=120_000)
+            visit.goto(address)
+            expect(visit.locator("#answers strong")).to_have_count(4)
+            expect(visit.locator("#doubt")).to_contain_text("Say what it is")
+            keep(visit, "app-review", full_page=True)
+            visit.locator("#skip").click()
+            visit.locator("#truth input").fill("green")
+            visit.locator("#learn").click()
+            expect(visit.locator("#classes")).to_contain_text("green 4")
+            expect(visit.locator("#answers strong")).to_have_count(3)
+    finally:
+        page.close(verbose=False)
+
+
+def test_gradio_is_told_to_send_nothing() -> None:
+    assert make_page(tiny_model()).analytics_enabled is False
+    assert isinstance(make_page(tiny_classifier()), gradio.Blocks)

@@ -1,0 +1,217 @@
+"""Sorting: files go where the classifier says, nothing is overwritten or lost, and a run can be repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis.apps import sorting
+from fewshot_mahalanobis.apps.sorting import UNSURE, sort_files
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Eight pictures that ``tiny_classifier`` was fitted to, in two folders with the same names."""
+    paths = []
+    for index, image in enumerate(pictures(8, 1)):
+        path = tmp_path / "photos" / "ab"[index % 2] / f"{index // 2}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+        paths.append(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def classifier() -> SimpleCNAPSClassifier:
+    return tiny_classifier()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("how", ["copy", "link", "move"])
+def test_files_go_to_the_folder_of_their_class(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, how: Any
+) -> None:
+    output, originals = tmp_path / "sorted", [path.read_bytes() for path in files]
+    expected = classifier.predict(files).tolist()
+    sorted_files, problems = sort_files(classifier, files, output, how=how, min_probability=0)
+    assert not problems
+    assert [file.label for file in sorted_files] == expected
+    for path, original, label, file in zip(files, originals, expected, sorted_files, strict=True):
+        assert file.path == path
+        assert file.sorted_as.parent == output / label
+        assert file.sorted_as.read_bytes() == original
+        assert file.sorted_as.is_symlink() == (how == "link")
+        assert path.exists() == (how != "move")
+    assert len({file.sorted_as for file in sorted_files}) == len(files)  # two files of each name
+
+
+def test_of_equal_names_the_later_gets_a_number(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path
+) -> None:
+    output, file = tmp_path / "sorted", files[0]
+    label = classifier.predict([file])[0]
+    (output / label).mkdir(parents=True)
+    (output / label / file.name).write_text("mine")
+    sorted_files, _ = sort_files(classifier, [file], output, min_probability=0)
+    assert sorted_files[0].sorted_as == output / label / f"{file.stem}-2.png"
+    assert (output / label / file.name).read_text() == "mine"
+
+
+def test_files_in_doubt_go_to_the_unsure_folder(files: list[Path], tmp_path: Path) -> None:
+    classifier = tiny_classifier()
+    sure = classifier.predict_proba(files).max(axis=1)
+    limit = float(np.sort(sure)[2:4].mean())  # between two, as other batches round otherwise
+    sorted_files, _ = sort_files(classifier, files, tmp_path / "one", min_probability=limit)
+    assert [file.sorted_as.parent.name == UNSURE for file in sorted_files] == [p < limit for p in sure]
+
+    classifier = tiny_classifier(unknown_label="none", false_rejection_rate=0.4)
+    kept = classifier.fitted_head_.kept()
+    kept["threshold"] = float(np.median(classifier.outlier_score(files)))
+    classifier.task_.fitted_head = FittedHead.from_kept(kept)
+    sorted_files, _ = sort_files(classifier, files, tmp_path / "two", min_probability=0)
+    unsure = [file.sorted_as.parent.name == UNSURE for file in sorted_files]
+    assert unsure == (classifier.predict(files) == "none").tolist()
+    assert [file.label for file in sorted_files].count("none") == 4
+
+
+@pytest.mark.parametrize("how", ["copy", "link"])
+def test_a_second_run_adds_new_files_only_wherever_the_user_moved_the_others(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, how: Any
+) -> None:
+    output = tmp_path / "sorted"
+    first, _ = sort_files(classifier, files[:5], output, how=how, min_probability=0)
+    corrected = output / "another class" / "renamed.png"
+    corrected.parent.mkdir()
+    first[0].sorted_as.rename(corrected)
+    second, _ = sort_files(classifier, files, output, how=how, min_probability=0)
+    assert [file.path for file in second] == files[5:]
+    assert not first[0].sorted_as.exists()
+    assert corrected.read_bytes() == files[0].read_bytes()
+    assert sort_files(classifier, files, output, how=how) == ([], {})
+
+
+def test_another_file_of_the_same_size_is_not_taken_for_a_sorted_one(
+    classifier: SimpleCNAPSClassifier, tmp_path: Path
+) -> None:
+    paths = [tmp_path / f"{number}.ppm" for number in range(2)]
+    for path, pixels in zip(paths, pictures(2, 3), strict=True):
+        Image.fromarray(pixels).save(path)
+    assert paths[0].stat().st_size == paths[1].stat().st_size
+    sort_files(classifier, paths[:1], tmp_path / "sorted")
+    sorted_files, _ = sort_files(classifier, paths, tmp_path / "sorted")
+    assert [file.path for file in sorted_files] == paths[1:]
+
+
+def test_an_image_is_sorted_once_however_it_is_named(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path / "photos")
+    output = Path("..") / "photos" / "sorted"
+    given = [*files, Path("a", files[0].name), Path("..", "photos", "b", files[1].name)]
+    sorted_files, _ = sort_files(classifier, given, output, min_probability=0)
+    assert sorted(file.path.resolve() for file in sorted_files) == sorted(files)
+    copies = [path for path in Path().rglob("*.png") if path.parts[0] == "sorted"]
+    assert len(copies) == len(files)
+    assert sort_files(classifier, [*files, *copies], output) == ([], {})
+
+
+def test_sorting_a_folder_into_itself_is_refused(classifier: SimpleCNAPSClassifier, files: list[Path]) -> None:
+    photos = files[0].parent.parent
+    before = contents(photos)
+    with pytest.raises(ValueError, match=r"sort into another folder, such as .*sorted"):
+        sort_files(classifier, files, photos)
+    assert contents(photos) == before
+    assert sort_files(classifier, [], photos) == ([], {})
+
+
+@pytest.mark.parametrize("how", ["copy", "link", "move"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupted_run_can_be_repeated(
+    classifier: SimpleCNAPSClassifier,
+    files: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    how: Any,
+) -> None:
+    originals = sorted(path.read_bytes() for path in files)
+    output, put, number = tmp_path / "sorted", sorting._put, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal number
+        number += 1
+        if number == 4:
+            if when == "after":
+                put(*arguments)
+            raise KeyboardInterrupt
+        put(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sorting, "_put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sort_files(classifier, files, output, how=how, min_probability=0)
+    sort_files(classifier, [path for path in files if path.exists()], output, how=how, min_probability=0)
+    assert sorted(contents(output).values()) == originals
+
+
+@pytest.mark.parametrize("how", ["copy", "move"])
+def test_an_error_while_copying_leaves_no_half_file(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:10])
+        raise OSError(28, "No space left on device")
+
+    links = []  # a link is not renamed but its file is copied, as it is to another disk
+    for path in files:
+        links.append(path.with_suffix(".link.png"))
+        links[-1].symlink_to(path)
+    output = tmp_path / "sorted"
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copy2", full)
+        with pytest.raises(OSError, match="No space"):
+            sort_files(classifier, links, output, how=how, min_probability=0)
+    assert contents(output) == {}
+    assert all(link.is_symlink() for link in links)
+    assert len(sort_files(classifier, links, output, how=how, min_probability=0)[0]) == len(files)
+    assert all(link.is_symlink() for link in links) == (how == "copy")
+    assert all(path.is_file() for path in files)
+    assert not any(path.is_symlink() for path in output.glob("*/*"))
+
+
+def test_what_cannot_be_sorted_is_reported_before_anything_is_written(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "photos" / "broken.png"
+    broken.write_text("hello")
+    output = tmp_path / "sorted"
+    with pytest.raises(ValueError, match="1 of 9 images cannot be read"):
+        sort_files(classifier, [*files, broken], output)
+    assert not output.exists()
+    sorted_files, problems = sort_files(classifier, [*files, broken], output, skip_errors=True)
+    assert len(sorted_files) == 8
+    assert problems.keys() == {broken}
+    for labels, message in ((["a/b", "a:b"], "share the folder 'a_b'"), (["x", UNSURE], "rename the class")):
+        odd = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), labels * 4)
+        with pytest.raises(ValueError, match=message):
+            sort_files(odd, files, tmp_path / "odd")
+    assert not (tmp_path / "odd").exists()
+
+
+def test_class_names_become_folders_of_any_system(files: list[Path], tmp_path: Path) -> None:
+    names = {"blue": "sky/blue", "green": "..", "red": "red?"}
+    classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), [names[n] for n in LABELS])
+    sorted_files, _ = sort_files(classifier, files, tmp_path / "deep" / "sorted", min_probability=0)
+    assert {file.sorted_as.parent.name for file in sorted_files} == {"sky_blue", "__", "red_"}
