@@ -174,8 +174,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         classes, indices = np.unique(labels, return_inverse=True)
         fresh.fitted_head_ = FittedHead.fit(
             self._head(),
-            Features(torch.tensor(features)),
-            torch.tensor(indices, dtype=torch.int64),
+            Features(torch.tensor(features, device="cpu")),
+            torch.tensor(indices, dtype=torch.int64, device="cpu"),
             classes,
             temperature=self.temperature,
             unknown_label=self.unknown_label,
@@ -200,7 +200,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         return head
 
     def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
-        yield Features(torch.tensor(validate_data(self, X, dtype=np.float64, reset=False)))
+        checked = validate_data(self, X, dtype=np.float64, reset=False)
+        yield Features(torch.tensor(checked, device="cpu"))
 
     @property
     def means_(self) -> NDArray[np.float64]:

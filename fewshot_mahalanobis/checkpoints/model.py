@@ -132,7 +132,7 @@ def model_without_weights(
         if description is not None:
             settings["backbone"] = _extractor(description, settings["image_size"], backbone)
         with torch.device("meta"):
-            return SimpleCNAPS(**settings)
+            return SimpleCNAPS(**settings).float()  # whatever PyTorch's default is
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from error
 

@@ -29,6 +29,7 @@ and the scale maximise the leave-one-out likelihood.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -200,14 +201,14 @@ def choose_plda_settings(features: Tensor, labels: Tensor) -> PldaSettings:
     centre = PldaSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
     betas = [unit * 10**exponent for exponent in _GRID]
     fits = [_fitted(left_out, replace(centre, beta=beta), labels, rows)[1] for beta in betas]
-    exponents = torch.tensor(_GRID, dtype=torch.float64)
-    posterior = _posterior(torch.tensor(fits) * len(rows), (exponents - _CENTRE) / _SPREAD)
+    exponents = _on_cpu(_GRID)
+    posterior = _posterior(_on_cpu(fits) * len(rows), (exponents - _CENTRE) / _SPREAD)
     settings = replace(centre, beta=unit * 10 ** float(posterior @ exponents))
     if int(counts.min()) == int(counts.max()):
         return _fitted(left_out, settings, labels, rows)[0]
     losses = [_class_loss(left_out, settings, labels, rows, share) for share in _SHARES]
-    shares = torch.tensor(_SHARES, dtype=torch.float64)
-    posterior = _posterior(torch.tensor(losses) * _CLASS_EXAMPLES, shares / _SHARE_SPREAD)
+    shares = _on_cpu(_SHARES)
+    posterior = _posterior(_on_cpu(losses) * _CLASS_EXAMPLES, shares / _SHARE_SPREAD)
     return _fitted(left_out, settings, labels, rows, float(posterior @ shares))[0]
 
 
@@ -231,9 +232,14 @@ def _left_out_rows(labels: Tensor, counts: Tensor) -> Tensor:
     return order[:: max(1, math.ceil(len(order) / _MAX_LEFT_OUT))]
 
 
+def _on_cpu(numbers: Sequence[float]) -> Tensor:
+    """Return numbers as a float64 tensor, whatever type and device are PyTorch's defaults."""
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
 def _posterior(losses: Tensor, deviations: Tensor) -> Tensor:
     """Posterior of candidates from minus their log-likelihoods, and their distances from a normal prior's centre."""
-    return torch.softmax(-losses.double() - deviations.square() / 2, dim=0)
+    return torch.softmax(-losses - deviations.square() / 2, dim=0)
 
 
 def _fitted(
@@ -328,7 +334,7 @@ class _AtBeta:
         freedom = float((own * (shots - 1) / shots).mean())
         k = len(self.parts.counts)
         between = float(self._lengths(self.parts.freedom).mean()) * k / (k - 1)
-        noise = freedom * float((1 / self.parts.counts).mean())
+        noise = freedom * float((1 / self.parts.counts.to(own.dtype)).mean())
         spread = (between - noise) / freedom if freedom > 0 else _MAX_SPREAD
         return freedom, min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
 

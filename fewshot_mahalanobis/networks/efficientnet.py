@@ -215,8 +215,8 @@ class EfficientNet(FrozenNetwork):
         last_maps: float = 0.0,
     ) -> EfficientNet:
         """The network with weights in the order of its own, whatever their names; what follows them is left out."""
-        with torch.random.fork_rng(devices=[]):  # for initial weights, soon replaced
-            network = cls(name, image_size, positions, last_maps)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # for initial weights, soon replaced
+            network = cls(name, image_size, positions, last_maps).float()
         load_in_order_(network.network, weights)
         return network
 

@@ -85,7 +85,7 @@ def timm_network(name: str, image_size: int | None, *, pretrained: bool) -> Any:
         if name.startswith("hf-hub:"):
             _check_connection(name.removeprefix("hf-hub:"), "config.json")
         with torch.random.fork_rng(devices=[]):  # for initial weights, soon replaced
-            return timm.create_model(name, pretrained=pretrained, num_classes=0, **size)
+            return timm.create_model(name, pretrained=pretrained, num_classes=0, **size).float()
     except Exception as error:  # timm lets those of its transports through
         raise ValueError(
             f"timm could not make {name!r}: {error}. timm.list_models(pretrained=True) lists the names; weights are "

@@ -51,24 +51,31 @@ class AdaptedNetwork:
         self.dtype = dtype
         self.device = device
         self.out_features = extractor.out_features
-        self.extractor = extractor.for_inference(film, dtype)
+        with self._own_precision():
+            self.extractor = extractor.for_inference(film, dtype)
         self.projection = projection
 
     @torch.no_grad()
     def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
         """Features f_theta^tau(x) of images (n, 3, h, w) in [-1, 1] -> (n, d), float32."""
         features = self.unprojected_features(images, batch_size)
-        return features if self.projection is None else self.projection(features)
+        with self._own_precision():
+            return features if self.projection is None else self.projection(features)
 
     @torch.no_grad()
     def unprojected_features(self, images: Tensor, batch_size: int = 64) -> Tensor:
         """Features (n, d) before the projection of the "+P" variant."""
         if len(images) == 0:
-            return torch.empty(0, self.out_features, device=self.device)
+            return torch.empty(0, self.out_features, dtype=torch.float32, device=self.device)
         if self.device.type == "cpu":
             batch_size = min(batch_size, max(1, MAX_CPU_PIXELS // images[0, 0].numel()))
         batches = images.split(batch_size)
-        return torch.cat([self.extractor(channels_last(batch.to(self.device, self.dtype))) for batch in batches])
+        with self._own_precision():
+            return torch.cat([self.extractor(channels_last(batch.to(self.device, self.dtype))) for batch in batches])
+
+    def _own_precision(self) -> torch.autocast:
+        """Leave the caller's autocast: a network that needs its own enters it."""
+        return torch.autocast(self.device.type, enabled=False)
 
 
 class AdaptedTask:
