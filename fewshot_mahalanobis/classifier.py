@@ -26,7 +26,6 @@ from fewshot_mahalanobis.checkpoints.export import write_onnx, write_program
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.images.decode import ImageBatches
-from fewshot_mahalanobis.images.labels import checked_labels, label_kind
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
@@ -34,6 +33,7 @@ from fewshot_mahalanobis.support_set.calibration import check_settings
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.labels import checked_labels, joined_labels, label_kind
 from fewshot_mahalanobis.support_set.unknown import output_labels
 
 
@@ -225,10 +225,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             raise ValueError(
                 f"label {labels.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
             )
-        classes = np.unique(np.concatenate([before.classes, labels]))
+        classes, codes = np.unique(joined_labels(before.support_labels, labels), return_inverse=True)
         output_labels(classes, self.unknown_label)  # checked before the network runs
-        old_codes = np.searchsorted(classes, before.classes)[before.labels.cpu().numpy()]
-        codes = np.concatenate([old_codes, np.searchsorted(classes, labels)])
 
         network, unadapted, old = self.task_.network, self.task_.unadapted, before.support
         if self.unknown_label is None:

@@ -18,6 +18,7 @@ from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, LinearHead
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.labels import joined_labels, label_array
 
 
 class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
@@ -119,7 +120,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             ``false_rejection_rate`` is smaller than so few examples can guarantee.
         """
         fresh = copy(self)
-        features, labels = validate_data(fresh, X, y, dtype=np.float64)
+        features, labels = validate_data(fresh, X, label_array(y), dtype=np.float64)
         check_classification_targets(labels)
         return self._become(fresh, features, labels, allowed=None)
 
@@ -144,22 +145,21 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         """
         fresh = copy(self)
         first = not hasattr(self, "classes_")
-        features, labels = validate_data(fresh, X, y, dtype=np.float64, reset=first)
+        features, labels = validate_data(fresh, X, label_array(y), dtype=np.float64, reset=first)
         check_classification_targets(labels)
         allowed = None if first else self._allowed
         if classes is not None:
-            named = unique_labels(classes)
-            if allowed is not None and not np.array_equal(named, allowed):
+            named = unique_labels(label_array(classes))
+            if allowed is not None and named.tolist() != allowed.tolist():
                 raise ValueError(f"classes are {named.tolist()}, but an earlier partial_fit named {allowed.tolist()}")
             allowed = named
         if not first:
             before = self.fitted_head_
-            old_labels = before.classes[before.labels.numpy()]
-            unique_labels(old_labels, labels)  # raises where strings would meet numbers
+            unique_labels(before.support_labels, labels)  # raises where strings would meet numbers
             features = np.concatenate([before.support.adapted.numpy(), features])
-            labels = np.concatenate([old_labels, labels])
-        if allowed is not None and len(unknown := np.setdiff1d(labels, allowed)):
-            raise ValueError(f"label {unknown.tolist()[0]!r} is not among the classes {allowed.tolist()}")
+            labels = joined_labels(before.support_labels, labels)
+        if allowed is not None and (unknown := {*labels.tolist()} - {*allowed.tolist()}):
+            raise ValueError(f"label {min(unknown)!r} is not among the classes {allowed.tolist()}")
         return self._become(fresh, features, labels, allowed)
 
     def _become(

@@ -41,13 +41,13 @@ from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
 from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.heads import describe_head, head_from_description
-from fewshot_mahalanobis.images.labels import checked_labels
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.support_set.calibration import check_settings
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.labels import checked_labels
 
 FORMAT, VERSION = "fewshot_mahalanobis.SimpleCNAPSClassifier", 3
 #: Limit on the memory that a file's labels take as an array: a hostile file can claim a dtype of any width.

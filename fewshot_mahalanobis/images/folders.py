@@ -6,6 +6,7 @@ import csv
 import io
 import os
 import re
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -127,7 +128,7 @@ def find_class_images(path: str | os.PathLike[str]) -> ClassImages:
         if entry.is_dir():
             images = find_images(entry, allow_empty=True)
             paths += images.paths
-            labels += [entry.name] * len(images.paths)
+            labels += [_composed(entry.name)] * len(images.paths)
             ignored += images.ignored
             if not images.paths:
                 empty.append(entry.name)
@@ -190,7 +191,7 @@ def read_labels(file: Path) -> tuple[list[Path], list[str]]:
         if not path or not label:
             raise ValueError(f"line {table.line_num} of {file} lacks a path or a label")
         paths.append(file.parent / path)
-        labels.append(label)
+        labels.append(_composed(label))
     if not paths:
         raise ValueError(f"{file} lists no image")
     if not any(path.exists() for path in paths):
@@ -199,6 +200,11 @@ def read_labels(file: Path) -> tuple[list[Path], list[str]]:
             "Relative paths start at the folder of the table: put it back where it was, or write full paths"
         )
     return paths, labels
+
+
+def _composed(label: str) -> str:
+    """Unicode's composed form (NFC): file systems and spreadsheets differ in how they write an accent."""
+    return unicodedata.normalize("NFC", label)
 
 
 def natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.labels import label_array
 from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
 
 
@@ -149,6 +150,19 @@ class FittedHeadMixin(ClassifierMixin):
             indices == len(self.classes_),
             torch.cat([batch.adapted for batch in features]).cpu().numpy(),
         )
+
+    def score(self, X: Any, y: ArrayLike, sample_weight: ArrayLike | None = None) -> float:
+        """Share of queries whose predicted label is right.
+
+        Parameters
+        ----------
+        X : m queries
+        y : array-like of shape (m,)
+            Their labels.
+        sample_weight : array-like of shape (m,), optional
+            Weight of each query.
+        """
+        return float(super().score(X, label_array(y), sample_weight))
 
     def summary(self) -> SupportSummary:
         """Examples a class, leave-one-out accuracy, confusions, and support examples that look wrong; ``print`` it."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.calibration import calibrate
 from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.labels import warn_of_similar_labels
 from fewshot_mahalanobis.support_set.unknown import OutlierScore, output_labels
 
 
@@ -92,6 +93,8 @@ class FittedHead:
             As the head's ``fit``, :func:`calibrate` and :func:`output_labels`.
         """
         labels = labels.to(support.adapted.device)
+        classes = np.arange(int(labels.max()) + 1) if classes is None else classes
+        warn_of_similar_labels([*classes.tolist(), unknown_label])
         with torch.no_grad():
             settled = head.settled(support.adapted, labels)
             chosen_temperature, outliers = calibrate(
@@ -108,7 +111,7 @@ class FittedHead:
             settled=settled,
             support=support,
             labels=labels,
-            classes=np.arange(int(labels.max()) + 1) if classes is None else classes,
+            classes=classes,
             temperature=chosen_temperature,
             unknown_label=unknown_label,
             outliers=outliers,
@@ -124,6 +127,11 @@ class FittedHead:
         return self
 
     # ---------------------------------------------------------------- queries
+
+    @property
+    def support_labels(self) -> NDArray[Any]:
+        """Label of each support example, (n,)."""
+        return self.classes[self.labels.cpu().numpy()]
 
     @property
     def counts(self) -> NDArray[np.int64]:

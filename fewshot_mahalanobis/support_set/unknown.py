@@ -17,9 +17,7 @@ Learning in a Random World", 2005), with leave-one-out in place of a split.
 
 from __future__ import annotations
 
-import inspect
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -33,6 +31,7 @@ from torch.nn import functional as F
 from fewshot_mahalanobis.gaussians.checks import class_means
 from fewshot_mahalanobis.heads import CosineHead, Head
 from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.warn import warn_caller
 
 #: The unknown label's type and its name, by the kind of the classes' dtype; else a string.
 _WANTED: dict[str, tuple[type, str]] = {
@@ -217,21 +216,11 @@ def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:
     n = len(scores)
     finest = 1 / (n + 1)
     if false_rejection_rate < finest * (1 - 1e-9):
-        warnings.warn(
+        warn_caller(
             f"{n} left-out examples cannot guarantee false_rejection_rate={false_rejection_rate:g}: about {finest:.2g} "
-            f"of the queries of known classes will be rejected. Add examples, or set {finest:.2g} or more",
-            stacklevel=_level_of_caller(),
+            f"of the queries of known classes will be rejected. Add examples, or set {finest:.2g} or more"
         )
     return float(np.quantile(scores.numpy(), 1 - false_rejection_rate, method="weibull"))  # of rank (n + 1) (1 - rate)
-
-
-def _level_of_caller() -> int:
-    """``stacklevel`` of the first line outside this package, as seen from the function that calls this one."""
-    package, level = __name__.partition(".")[0], 1
-    frame = inspect.currentframe()
-    while (frame := frame and frame.f_back) and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        level += 1
-    return level
 
 
 def output_labels(classes: NDArray[Any], unknown_label: Any) -> NDArray[Any]:
