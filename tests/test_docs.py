@@ -29,6 +29,7 @@ from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.research.data.layouts import class_split
 from fewshot_mahalanobis.research.evaluation.paper_figures import published_figure
 from fewshot_mahalanobis.research.evaluation.result import Row
+from fewshot_mahalanobis.support_set.unknown import SIMILARITIES
 from tests.checkpoints.checkpoint_server import hub_on_this_machine
 from tests.research.data import trees
 
@@ -84,7 +85,15 @@ def the_same_examples_every_time() -> Iterator[None]:
     hypothesis.settings.load_profile("before")
 
 
-@pytest.mark.usefixtures("the_same_examples_every_time")
+@pytest.fixture
+def the_terms_of_the_outlier_score() -> Iterator[None]:
+    """Those of the package, again after a page has added one."""
+    kept = SIMILARITIES[:]
+    yield
+    SIMILARITIES[:] = kept
+
+
+@pytest.mark.usefixtures("the_same_examples_every_time", "the_terms_of_the_outlier_score")
 @pytest.mark.filterwarnings("ignore:.*wordnet:UserWarning")  # ImageNet's hierarchy, which the page tells of
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
@@ -101,7 +110,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
             exec(compile(block, str(page), "exec"), names)
 
 
-@pytest.mark.parametrize("heading", ["Add a head", "Add a backbone", "Add a data source"])
+@pytest.mark.parametrize("heading", ["Add a head", "Add a backbone", "Add an outlier score", "Add a data source"])
 def test_each_way_to_extend_the_package_takes_about_ten_lines(heading: str) -> None:
     section = (ROOT / "CONTRIBUTING.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     code = BLOCK.findall(section)[0][1]
