@@ -1,6 +1,7 @@
 """Killed at any moment and started again, both trainings end with the bits of a run that was not killed.
 
-The runs are forked processes of one thread, killed with SIGKILL: nothing of theirs is left but their folder.
+The runs are processes of one thread, killed with SIGKILL: nothing of theirs is left but their folder. They are forked
+from a server that has computed nothing, because PyTorch refuses gradients in a child of a process that has computed some.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fewshot_mahalanobis.research.training.recipes import PretrainRecipe
 from tests.research.training.small import PRETRAIN, draw_colours, meta_recipe
 
 KILLS = 3
-forked = multiprocessing.get_context("fork")
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload([__name__])
 
 
 def in_one_thread(train, recipe, output):
@@ -31,7 +33,7 @@ def in_one_thread(train, recipe, output):
 
 
 def start(train, recipe, output):
-    process = forked.Process(target=in_one_thread, args=(train, recipe, output))
+    process = server.Process(target=in_one_thread, args=(train, recipe, output))
     process.start()
     return process
 
