@@ -1,7 +1,7 @@
 """Killed at any moment and started again, both trainings end with the bits of a run that was not killed.
 
 The runs are processes of one thread, killed with SIGKILL: nothing of theirs is left but their folder. They are forked
-from a server that has computed nothing, because PyTorch refuses gradients in a child of a process that has computed some.
+from a server that has computed nothing: PyTorch refuses gradients in a child of a process that has computed some.
 """
 
 from __future__ import annotations
