@@ -22,7 +22,7 @@ from benchmarks.timing import Times, extra_megabytes, in_own_process, ratio, tak
 from fewshot_mahalanobis import SimpleCNAPS
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.research.episodes.meta_dataset import TRAINING, draw_shots, queries_per_class
-from fewshot_mahalanobis.research.training.meta_train import TaskLogits
+from fewshot_mahalanobis.research.training.learner import CNAPSLearner
 from fewshot_mahalanobis.research.training.run import autocast
 
 #: Ways, shots, queries a class, side of the images in pixels.
@@ -99,7 +99,7 @@ def _model() -> SimpleCNAPS:
 def _logits(loop: str, model: SimpleCNAPS) -> Callable[..., Tensor]:
     if loop == "plain":
         return lambda *episode: _plain_logits(model, *episode)
-    network = TaskLogits(model.to(memory_format=torch.channels_last), LITE if loop == "lite" else None)
+    network = CNAPSLearner(model.to(memory_format=torch.channels_last), LITE if loop == "lite" else None)
 
     def logits(*episode: Tensor) -> Tensor:
         with autocast(model.device, torch.float32 if loop == "float32" else torch.bfloat16):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fewshot_mahalanobis.heads.head import Head
-from fewshot_mahalanobis.heads.linear import LinearClassifier, LinearHead
+from fewshot_mahalanobis.heads.linear import LinearClassifier, LinearHead, LinearLayerHead
 from fewshot_mahalanobis.heads.mahalanobis import MahalanobisHead
 from fewshot_mahalanobis.heads.plda import AutoHead
 from fewshot_mahalanobis.heads.prototypes import (
@@ -33,6 +33,7 @@ __all__ = [
     "Head",
     "LinearClassifier",
     "LinearHead",
+    "LinearLayerHead",
     "MahalanobisHead",
     "ManhattanHead",
     "PrototypeHead",

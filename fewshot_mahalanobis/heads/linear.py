@@ -19,7 +19,21 @@ class LinearClassifier(NamedTuple):
     bias: Tensor  # (k,)
 
 
-class LinearHead(Head[LinearClassifier]):
+class LinearLayerHead(Head[LinearClassifier]):
+    """A head that is a linear layer once it is fitted: logits = W x + b. Subclasses define ``fit``."""
+
+    def logits(self, state: LinearClassifier, query_features: Tensor) -> Tensor:
+        """W x + b of queries (m, d): (m, k), in the dtype of the layer."""
+        check_features(query_features, "query features", width=state.weight.shape[1])
+        with full_precision(query_features):
+            return F.linear(query_features.to(state.weight.dtype), state.weight, state.bias)
+
+    def export(self, state: LinearClassifier) -> nn.Module:
+        """The fitted layer."""
+        return _ExportedLinear(*state)
+
+
+class LinearHead(LinearLayerHead):
     """The learned classifier of CNAPS: logits = W x + b, each class's row generated from its mean support feature.
 
     w_k = f(mu_k) + mu_k and b_k = g(mu_k), where f and g are three linear layers with ELU between (Requeima et al.,
@@ -53,12 +67,6 @@ class LinearHead(Head[LinearClassifier]):
         with full_precision(support_features):
             return self._generate(class_means(support_features, support_labels))
 
-    def logits(self, state: LinearClassifier, query_features: Tensor) -> Tensor:
-        """W x + b of queries (m, d): (m, k), in the dtype of the head's parameters."""
-        check_features(query_features, "query features", width=self.in_features)
-        with full_precision(query_features):
-            return F.linear(query_features.to(state.weight.dtype), state.weight, state.bias)
-
     def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
         """Logits (n, k) of each support example by the head fitted to the others: only its own row moves."""
         logits = self(support_features, support_labels, support_features)
@@ -66,10 +74,6 @@ class LinearHead(Head[LinearClassifier]):
             features = support_features.to(logits.dtype)
             without = self._generate(means_without(features, support_labels))
             return with_own(logits, (without.weight * features).sum(dim=1) + without.bias, support_labels)
-
-    def export(self, state: LinearClassifier) -> nn.Module:
-        """The generated linear layer."""
-        return _ExportedLinear(*state)
 
     def describe(self) -> dict[str, Any]:
         """Raise ValueError: its learned weights are part of a checkpoint, not settings."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 
 Result = TypeVar("Result")
 
@@ -28,7 +28,19 @@ def choose_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device {device!r} cannot be used here: {error}") from error
 
 
-def choose_dtype(precision: str, model: SimpleCNAPS) -> torch.dtype:
+class PlacedNetwork(Protocol):
+    """A model with a network, on a device."""
+
+    @property
+    def feature_extractor(self) -> FeatureExtractor:
+        """The network."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+
+
+def choose_dtype(precision: str, model: PlacedNetwork) -> torch.dtype:
     """Precision of a model's convolutions on the device where the model is, see :func:`native_dtype`.
 
     "auto" is float32 for networks other than those of the embedded checkpoints: the effect of bfloat16 on their

@@ -40,7 +40,7 @@ from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator,
 from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, mean_over_set
-from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last, check_episode
 from fewshot_mahalanobis.networks.transductive import TransductiveSetEncoder
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -299,7 +299,7 @@ class SimpleCNAPS(
         --------
         adapt : the faster way to many queries of one task, without gradients.
         """
-        _check_episode(support_images, support_labels)
+        check_episode(support_images, support_labels)
         film = self.film_parameters(support_images, support_labels=support_labels, query_images=query_images)
         features = self.feature_extractor(torch.cat([support_images, query_images]), film)
         if self.projection is not None:
@@ -397,8 +397,10 @@ class SimpleCNAPS(
         batch_size: int = 64,
     ) -> AdaptedNetwork:
         """Adapt the feature extractor alone; parameters as of :meth:`adapt`."""
-        _check_episode(support_images, support_labels)
+        check_episode(support_images, support_labels)
         film = None
+        if not self.is_transductive:
+            query_images = None
         if adapt:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
                 film = self.film_parameters(
@@ -562,13 +564,3 @@ class SimpleCNAPS(
         from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
         return load_checkpoint(pretrained_model_name_or_path, backbone, **hub_options)
-
-
-def _check_episode(support_images: Tensor, support_labels: Tensor) -> None:
-    if support_images.ndim != 4 or support_images.shape[1] != 3:
-        raise ValueError(f"support_images must have shape (n, 3, h, w), not {tuple(support_images.shape)}")
-    if support_labels.shape != support_images.shape[:1]:
-        raise ValueError(
-            f"{len(support_images)} support images need as many labels in one dimension, "
-            f"not shape {tuple(support_labels.shape)}"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -29,10 +30,12 @@ class AdaptedNetwork:
     projection : nn.Module, optional
         Learned projection of the features (the "+P" variant).
     device : torch.device
+    head : Head, optional
+        A head that was adapted together with the network, as by gradient steps on both.
 
     Attributes
     ----------
-    film, dtype, device
+    film, dtype, device, head
         As given.
     out_features : int
         Width d of a feature vector; 512 for the FiLM ResNet18.
@@ -46,6 +49,7 @@ class AdaptedNetwork:
         *,
         projection: nn.Module | None,
         device: torch.device,
+        head: Head | None = None,
     ) -> None:
         self.film = film
         self.dtype = dtype
@@ -54,6 +58,7 @@ class AdaptedNetwork:
         with self._own_precision():
             self.extractor = extractor.for_inference(film, dtype)
         self.projection = projection
+        self.head = head
 
     @torch.no_grad()
     def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
@@ -110,3 +115,14 @@ class AdaptedTask:
 def channels_last(images: Tensor) -> Tensor:
     """Images (n, c, h, w) in the memory layout in which convolutions are fastest."""
     return images.contiguous(memory_format=torch.channels_last)
+
+
+def check_episode(support_images: Tensor, support_labels: Tensor) -> None:
+    """Raise ValueError unless there are images (n, 3, h, w) and as many labels (n,)."""
+    if support_images.ndim != 4 or support_images.shape[1] != 3:
+        raise ValueError(f"support_images must have shape (n, 3, h, w), not {tuple(support_images.shape)}")
+    if support_labels.shape != support_images.shape[:1]:
+        raise ValueError(
+            f"{len(support_images)} support images need as many labels in one dimension, "
+            f"not shape {tuple(support_labels.shape)}"
+        )

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.heads import LinearClassifier
+from fewshot_mahalanobis.gaussians.checks import check_support, full_precision, result_dtype
+from fewshot_mahalanobis.heads import LinearClassifier, LinearLayerHead
 from fewshot_mahalanobis.research.baselines.method import Method
 
 
-class Finetune(Method[LinearClassifier]):
+class Finetune(LinearLayerHead, Method[LinearClassifier]):
     """Logits = W x + b, W and b by gradient steps from zero on the cross-entropy of the support set."""
 
     name, title, paper_title = "finetune", "Finetune", "Finetune"
@@ -23,18 +24,16 @@ class Finetune(Method[LinearClassifier]):
     steps, learning_rate = 200, 0.01
 
     @torch.enable_grad()
-    def fit_features(self, features: Tensor, labels: Tensor) -> LinearClassifier:
-        """Train the layer; gradients do not flow to the features."""
-        features, ways = features.detach(), int(labels.max()) + 1
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> LinearClassifier:
+        """Train the layer on support features (n, d), labels (n,); gradients do not flow to the features."""
+        ways = len(check_support(support_features, support_labels))
+        features = support_features.detach().to(result_dtype(support_features))
         weight = features.new_zeros(ways, features.shape[1], requires_grad=True)
         bias = features.new_zeros(ways, requires_grad=True)
         optimizer = torch.optim.Adam([weight, bias], lr=self.learning_rate)
-        for _ in range(self.steps):
-            loss = F.cross_entropy(F.linear(features, weight, bias), labels)
-            weight.grad, bias.grad = torch.autograd.grad(loss, [weight, bias])
-            optimizer.step()
+        with full_precision(features):
+            for _ in range(self.steps):
+                loss = F.cross_entropy(F.linear(features, weight, bias), support_labels)
+                weight.grad, bias.grad = torch.autograd.grad(loss, [weight, bias])
+                optimizer.step()
         return LinearClassifier(weight.detach(), bias.detach())
-
-    def compare(self, state: LinearClassifier, queries: Tensor) -> Tensor:
-        """The trained layer."""
-        return F.linear(queries, state.weight.to(queries.dtype), state.bias.to(queries.dtype))

@@ -8,12 +8,13 @@ of the paper have equally many, and a sum makes the class of most images the far
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.gaussians.checks import check_features, check_support, class_means, full_precision
 from fewshot_mahalanobis.research.baselines.method import Method
 
 
@@ -37,15 +38,26 @@ class GaussianProtoNet(Method[Gaussians]):
         super().__init__()
         self.raw = nn.Linear(in_features, in_features)
 
-    def fit_features(self, features: Tensor, labels: Tensor) -> Gaussians:
-        """Combine the Gaussians of the images of each class."""
-        precision = 1 + F.softplus(self.raw(features))
-        means = class_means(precision, labels)  # S_k = mean of s_i
-        return Gaussians(class_means(precision * features, labels) / means, means)  # p_k = mean of s_i x_i / S_k
+    @classmethod
+    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> GaussianProtoNet:
+        """Make the method, with weights yet to be learned or loaded, for features of this width."""
+        return cls(in_features)
 
-    def compare(self, state: Gaussians, queries: Tensor) -> Tensor:
-        """Squared distances, expanded about the mean of the centres."""
-        origin = state.centres.mean(dim=0)
-        x, centres = queries - origin, state.centres - origin
-        cross = x @ (state.precisions * centres).T
-        return 2 * cross - x.square() @ state.precisions.T - (state.precisions * centres.square()).sum(dim=1)
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> Gaussians:
+        """Combine the Gaussians of the images of each class, from support features (n, d) and labels (n,)."""
+        check_support(support_features, support_labels)
+        with full_precision(support_features):
+            features = support_features.to(self.raw.weight.dtype)
+            precision = 1 + F.softplus(self.raw(features))
+            means = class_means(precision, support_labels)  # S_k = mean of s_i
+            # p_k = mean of s_i x_i / S_k
+            return Gaussians(class_means(precision * features, support_labels) / means, means)
+
+    def logits(self, state: Gaussians, query_features: Tensor) -> Tensor:
+        """Minus the squared distances of queries (m, d): (m, k), expanded about the mean of the centres."""
+        check_features(query_features, "query features", width=state.centres.shape[1])
+        with full_precision(query_features):
+            origin = state.centres.mean(dim=0)
+            x, centres = query_features.to(origin.dtype) - origin, state.centres - origin
+            cross = x @ (state.precisions * centres).T
+            return 2 * cross - x.square() @ state.precisions.T - (state.precisions * centres.square()).sum(dim=1)

@@ -7,11 +7,14 @@ classifier; here they are the classes' mean unit features.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.gaussians.checks import check_features, check_support, class_means, full_precision
 from fewshot_mahalanobis.research.baselines.method import Method
 
 
@@ -45,20 +48,29 @@ class Gidaris(Method[Tensor]):
         self.average_factor, self.attention_factor = (nn.Parameter(torch.ones(in_features)) for _ in range(2))
         self.scale, self.attention_scale = (nn.Parameter(torch.tensor(10.0)) for _ in range(2))
 
-    def fit_features(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Classification weights (k, d): equations 6 to 8."""
-        features = F.normalize(features, dim=1)
-        cosine = F.normalize(self.query(features), dim=1) @ F.normalize(self.keys, dim=1).T
-        attention = self.attention_scale * cosine
-        if self.hidden is not None:
-            attention = attention.index_fill(1, self.hidden, torch.finfo(attention.dtype).min)
-        attended = class_means(attention.softmax(dim=1) @ self.base_weights, labels)  # equation 7
-        average = class_means(features, labels)  # equation 6
-        return self.average_factor * average + self.attention_factor * attended  # equation 8
+    @classmethod
+    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> Gidaris:
+        """Make the method with zero weights for the ``base_classes`` training classes of the settings."""
+        return cls(in_features, settings.get("base_classes", 0))
 
-    def compare(self, state: Tensor, queries: Tensor) -> Tensor:
-        """Scaled cosines, equation 4."""
-        return self.scale * F.normalize(queries, dim=1) @ F.normalize(state, dim=1).T
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Classification weights (k, d) from support features (n, d) and labels (n,): equations 6 to 8."""
+        check_support(support_features, support_labels)
+        with full_precision(support_features):
+            features = F.normalize(support_features.to(self.query.weight.dtype), dim=1)
+            cosine = F.normalize(self.query(features), dim=1) @ F.normalize(self.keys, dim=1).T
+            attention = self.attention_scale * cosine
+            if self.hidden is not None:
+                attention = attention.index_fill(1, self.hidden, torch.finfo(attention.dtype).min)
+            attended = class_means(attention.softmax(dim=1) @ self.base_weights, support_labels)  # equation 7
+            average = class_means(features, support_labels)  # equation 6
+            return self.average_factor * average + self.attention_factor * attended  # equation 8
+
+    def logits(self, state: Tensor, query_features: Tensor) -> Tensor:
+        """Scaled cosines (m, k) of queries (m, d), equation 4."""
+        check_features(query_features, "query features", width=state.shape[1])
+        with full_precision(query_features):
+            return self.scale * F.normalize(query_features.to(state.dtype), dim=1) @ F.normalize(state, dim=1).T
 
     def imprint(self, weights: Tensor) -> None:
         """Take these weights (b, d) of the training classes, and begin with them as their keys."""

@@ -10,6 +10,7 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
+from fewshot_mahalanobis.gaussians.checks import check_features, check_support, result_dtype
 from fewshot_mahalanobis.research.baselines.method import Method
 
 
@@ -20,12 +21,15 @@ class KNN(Method[KNeighborsClassifier]):
     trains_network = False
     neighbours = 1
 
-    def fit_features(self, features: Tensor, labels: Tensor) -> KNeighborsClassifier:
-        """Keep the support set."""
-        neighbours = KNeighborsClassifier(min(self.neighbours, len(labels)), metric="cosine")
-        return neighbours.fit(features.detach().cpu().numpy(), labels.cpu().numpy())
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> KNeighborsClassifier:
+        """Keep the support features (n, d) and labels (n,)."""
+        check_support(support_features, support_labels)
+        neighbours = KNeighborsClassifier(min(self.neighbours, len(support_labels)), metric="cosine")
+        features = support_features.detach().to(result_dtype(support_features))
+        return neighbours.fit(features.cpu().numpy(), support_labels.cpu().numpy())
 
-    def compare(self, state: KNeighborsClassifier, queries: Tensor) -> Tensor:
-        """Minus infinity where no neighbour is of the class. Not differentiable."""
-        shares = state.predict_proba(queries.detach().cpu().numpy())
-        return torch.from_numpy(shares).to(queries).log()
+    def logits(self, state: KNeighborsClassifier, query_features: Tensor) -> Tensor:
+        """Logits (m, k) of queries (m, d), minus infinity for a class without neighbours. Not differentiable."""
+        check_features(query_features, "query features", width=state.n_features_in_)
+        queries = query_features.detach().to(result_dtype(query_features))
+        return torch.from_numpy(state.predict_proba(queries.cpu().numpy())).to(queries).log()

@@ -7,11 +7,14 @@ Gaussians, in training as in evaluation, so the penalties that shape those Gauss
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.gaussians.checks import check_features, check_support, class_means, full_precision
 from fewshot_mahalanobis.research.baselines.method import Method
 
 LATENTS = 64
@@ -36,10 +39,20 @@ class LEO(Method[Tensor]):
         self.code_rate = nn.Parameter(torch.ones(LATENTS))
         self.weight_rate = nn.Parameter(torch.full((in_features,), 0.001))
 
-    def fit_features(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Weights w_k (k, d): algorithm 1, lines 6 to 14. Differentiable twice."""
-        features, outer = F.normalize(features, dim=1), torch.is_grad_enabled()
-        with torch.enable_grad():
+    @classmethod
+    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> LEO:
+        """Make the method, with weights yet to be learned or loaded, for features of this width."""
+        return cls(in_features)
+
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Weights w_k (k, d) from support features (n, d) and labels (n,): algorithm 1, lines 6 to 14.
+
+        Differentiable twice.
+        """
+        check_support(support_features, support_labels)
+        labels, outer = support_labels, torch.is_grad_enabled()
+        with full_precision(support_features), torch.enable_grad():
+            features = F.normalize(support_features.to(self.encoder.weight.dtype), dim=1)
             codes = self.encode(features, labels)
             weights = self.decoder(codes)  # equation 3
             for _ in range(self.code_steps):  # equation 4
@@ -56,9 +69,11 @@ class LEO(Method[Tensor]):
         pairs = torch.cat([encoded[:, None].expand(shape), encoded.expand(shape)], dim=2)
         return class_means(self.relation(pairs).mean(dim=1), labels)
 
-    def compare(self, state: Tensor, queries: Tensor) -> Tensor:
-        """Dot products with the unit features."""
-        return F.normalize(queries, dim=1) @ state.T
+    def logits(self, state: Tensor, query_features: Tensor) -> Tensor:
+        """Dot products (m, k) of the weights with the unit features of queries (m, d)."""
+        check_features(query_features, "query features", width=state.shape[1])
+        with full_precision(query_features):
+            return F.normalize(query_features.to(state.dtype), dim=1) @ state.T
 
     @staticmethod
     def _gradient(weights: Tensor, of: Tensor, features: Tensor, labels: Tensor, outer: bool) -> Tensor:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import full_precision
-from fewshot_mahalanobis.heads import LinearClassifier
+from fewshot_mahalanobis.gaussians.checks import check_support, full_precision, result_dtype
+from fewshot_mahalanobis.heads import LinearClassifier, LinearLayerHead
 from fewshot_mahalanobis.research.baselines.method import Method
 
 #: Images in work at a time, which bounds memory.
 BATCH = 64
 
 
-class MAML(Method[LinearClassifier]):
+class MAML(LinearLayerHead, Method[LinearClassifier]):
     """Logits = W x + b after gradient steps on W, b and the network's convolutions.
 
     As a head on features it moves W and b alone;
@@ -85,10 +85,9 @@ class MAML(Method[LinearClassifier]):
             sums = [a + b for a, b in zip(sums, torch.autograd.grad(loss, leaves), strict=True)]
         return sums
 
-    def fit_features(self, features: Tensor, labels: Tensor) -> LinearClassifier:
-        """Gradient steps on W and b."""
-        return self.adapt(nn.Identity(), features, labels, self.steps)[1]
-
-    def compare(self, state: LinearClassifier, queries: Tensor) -> Tensor:
-        """The layer after the steps."""
-        return F.linear(queries, *state)
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> LinearClassifier:
+        """Take gradient steps on W and b alone, on support features (n, d) and labels (n,)."""
+        check_support(support_features, support_labels)
+        with full_precision(support_features):
+            features = support_features.to(result_dtype(support_features))
+            return self.adapt(nn.Identity(), features, support_labels, self.steps)[1]

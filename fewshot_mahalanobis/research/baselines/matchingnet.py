@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.gaussians.checks import check_features, check_support, full_precision, result_dtype
 from fewshot_mahalanobis.research.baselines.method import Method
 
 
@@ -31,12 +32,18 @@ class MatchingNet(Method[Support]):
 
     name, title, paper_title = "matchingnet", "MatchingNet", "MatchingNet"
 
-    def fit_features(self, features: Tensor, labels: Tensor) -> Support:
-        """Keep the support set."""
-        return Support(F.normalize(features, dim=1), labels)
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> Support:
+        """Keep the support features (n, d), at unit length, and the labels (n,)."""
+        check_support(support_features, support_labels)
+        return Support(F.normalize(support_features.to(result_dtype(support_features)), dim=1), support_labels)
 
-    def compare(self, state: Support, queries: Tensor) -> Tensor:
-        """Log of equation 1, with the attention of section 2.1.1: the softmax of cosines, times a query's length."""
-        similarity = queries @ state.features.to(queries.dtype).T
-        of_class = [similarity[:, state.labels == k].logsumexp(dim=1) for k in range(int(state.labels.max()) + 1)]
-        return torch.stack(of_class, dim=1).log_softmax(dim=1)
+    def logits(self, state: Support, query_features: Tensor) -> Tensor:
+        """Log of equation 1 for queries (m, d): (m, k).
+
+        The attention is that of section 2.1.1, the softmax of cosines, times a query's length.
+        """
+        check_features(query_features, "query features", width=state.features.shape[1])
+        with full_precision(query_features):
+            similarity = query_features.to(state.features.dtype) @ state.features.T
+            of_class = [similarity[:, state.labels == k].logsumexp(dim=1) for k in range(int(state.labels.max()) + 1)]
+            return torch.stack(of_class, dim=1).log_softmax(dim=1)

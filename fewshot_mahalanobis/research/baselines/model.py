@@ -10,20 +10,22 @@ from typing import Any, cast
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.folder import WEIGHTS, check_finite, read_config, read_tensors, write_folder
 from fewshot_mahalanobis.heads import Head
+from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.generators import FilmGenerator
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last
+from fewshot_mahalanobis.networks.set_encoder import SetEncoder
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last, check_episode
 from fewshot_mahalanobis.research.baselines import METHODS
 from fewshot_mahalanobis.research.baselines.gidaris import Gidaris
 from fewshot_mahalanobis.research.baselines.maml import MAML
-from fewshot_mahalanobis.research.baselines.method import Fitted, Method
+from fewshot_mahalanobis.research.baselines.method import Method
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -45,19 +47,13 @@ def checked_baseline_settings(config: Mapping[str, Any], source: str) -> dict[st
         raise CheckpointError(f"{source}: {error}") from error
 
 
-def save_baseline(baseline: Baseline, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-    """Write a trained method with its card; the arguments are those of ``checkpoints.folder.write_folder``."""
-    settings = checked_baseline_settings(baseline.config, "baseline.config")
-    write_folder(folder, settings, baseline.state_dict(), dtype=dtype, card=baseline.card)
-
-
 def read_baseline(folder: Path) -> Baseline:
     """Read a method that ``meta-train --method`` trained.
 
     Raises
     ------
     CheckpointError
-        A file is missing, malformed or not a trained method's.
+        A file is missing, malformed or not that of a trained method.
     """
     settings = checked_baseline_settings(read_config(folder), str(folder))
     try:
@@ -73,17 +69,30 @@ def read_baseline(folder: Path) -> Baseline:
     return baseline
 
 
-class Baseline(SimpleCNAPS):
-    """FiLM ResNet18 and a method; episodes in, logits out, as :class:`~fewshot_mahalanobis.SimpleCNAPS`.
+class Baseline(nn.Module):
+    """A FiLM ResNet18 with a method as its head: episodes in, logits out.
+
+    Training and evaluation use it as they use Simple CNAPS, by the interface
+    :class:`~fewshot_mahalanobis.research.model.EpisodicModel`.
 
     Parameters
     ----------
     head : str
         One of ``METHODS`` that has something to train.
     image_size : int
-        Side of the square images the network was trained on, in pixels.
+        Side of the square images that the network is trained on, in pixels.
     base_classes : int
-        Training classes whose weights "gidaris" keeps.
+        Number of training classes whose weights "gidaris" keeps.
+
+    Attributes
+    ----------
+    head : Method
+    feature_extractor : FilmResNet18
+    set_encoder : SetEncoder or None
+    film_generator : FilmGenerator or None
+        The adaptation networks of a method that conditions the network by FiLM ("tadam").
+    config : dict
+        The arguments above: what ``config.json`` of a saved method holds.
 
     Raises
     ------
@@ -91,64 +100,154 @@ class Baseline(SimpleCNAPS):
         There is no such method, or it has nothing to train.
     """
 
+    projection: nn.Module | None = None
+
     def __init__(self, *, head: str, image_size: int = 84, base_classes: int = 0) -> None:
+        super().__init__()
         method = METHODS.get(head)
         if method is None:
             raise ValueError(f"there is no method {head!r}; there are {', '.join(METHODS)}")
         if not (method.needs_training or method.trains_network):
             raise ValueError(f"the method {head!r} has nothing to train: evaluate it with --method {head}")
-        super().__init__(adaptation="film" if method.adaptation == "film" else "none", image_size=image_size)
+        if not 32 <= image_size <= 1024:
+            raise ValueError(f"image_size must be from 32 to 1024 pixels, not {image_size!r}")
         self.config: dict[str, Any] = {"head": head, "image_size": image_size, "base_classes": base_classes}
-        width = self.feature_extractor.out_features
-        self.head = Gidaris(width, base_classes) if method is Gidaris else method(width)
-        self.network.requires_grad_(method.trains_network)
+        self.image_size = image_size
+        self.feature_extractor = FilmResNet18().requires_grad_(method.trains_network).eval()
+        by_film = method.adaptation == "film"
+        self.set_encoder = SetEncoder() if by_film else None
+        self.film_generator = FilmGenerator() if by_film else None
+        self.head = cast("Method[Any]", method.of_model(self.config, self.feature_extractor.out_features))
+
+    def train(self, mode: bool = True) -> Baseline:
+        """Set training mode everywhere but in the network, whose BatchNorms keep their statistics."""
+        super().train(mode)
+        self.feature_extractor.eval()
+        return self
 
     @property
-    def network(self) -> FilmResNet18:
-        """The network that the method is trained with."""
-        return cast(FilmResNet18, self.feature_extractor)
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.parameters()).device
 
     @property
-    def method(self) -> Method[Any]:
-        """The head."""
-        return cast("Method[Any]", self.head)
+    def episode_head(self) -> Method[Any]:
+        """The method."""
+        return self.head
 
-    @property
-    def card(self) -> str:
-        """Model card."""
-        return (
+    def head_named(self, head: str) -> Method[Any]:
+        """Return the method by its name. ValueError for any other head: it was not trained with this network."""
+        if head != self.config["head"]:
+            raise ValueError(f"this network was trained with the method {self.config['head']!r}, not with {head!r}")
+        return self.head
+
+    def save(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+        """Write the trained method with its card; the arguments are those of ``checkpoints.folder.write_folder``."""
+        settings = checked_baseline_settings(self.config, "baseline.config")
+        card = (
             f"# {self.head.title}\n\nA method to compare with: `fewshot-mahalanobis evaluate SOURCE --method FOLDER`.\n"
         )
+        write_folder(folder, settings, self.state_dict(), dtype=dtype, card=card)
 
-    def see_classes(self, sources: Sequence[ImageSource], images: int = 5) -> None:
+    def imprint_classes(self, sources: Sequence[ImageSource], images: int = 5) -> None:
         """Give "gidaris" the mean unit features of all classes of the training sources, from a few images each."""
         if isinstance(self.head, Gidaris):
             network, means = self.with_film(), []
             for source in sources:
                 for indices in source.indices_of_class():
-                    means.append(
-                        F.normalize(network.features(source.network_input(indices[:images])), dim=1).mean(dim=0)
-                    )
+                    features = network.features(source.network_input(indices[:images]))
+                    means.append(F.normalize(features, dim=1).mean(dim=0))
             self.head.imprint(F.normalize(torch.stack(means), dim=1))
             self.config["base_classes"] = len(means)
 
     def forward(
         self, support_images: Tensor, support_labels: Tensor, query_images: Tensor, classes: Tensor | None = None
     ) -> Tensor:
-        """Logits of one episode, as of :class:`~fewshot_mahalanobis.SimpleCNAPS`.
+        """Logits of one episode, differentiable with respect to every trained parameter.
 
-        ``classes`` are the numbers (k,) of the task's classes among those of the training sources, for "gidaris".
+        Parameters
+        ----------
+        support_images : Tensor of shape (n, 3, h, w)
+            In [-1, 1].
+        support_labels : int64 Tensor of shape (n,)
+            Classes 0 to k - 1, each with at least one image.
+        query_images : Tensor of shape (m, 3, h, w)
+            In [-1, 1].
+        classes : int64 Tensor of shape (k,), optional
+            Numbers of the episode's classes among those of the training sources, which "gidaris" hides from itself.
+
+        Returns
+        -------
+        Tensor of shape (m, k)
+
+        Raises
+        ------
+        ValueError
+            Shapes or labels do not fit, or a class has no image.
         """
-        if isinstance(self.head, Gidaris):
-            self.head.hidden = classes
-            logits = super().forward(support_images, support_labels, query_images)
-            self.head.hidden = None
-            return logits
+        check_episode(support_images, support_labels)
+        if isinstance(self.head, MAML):
+            steps = self.head.training_steps
+            weights, layer = self.head.adapt(self.feature_extractor, support_images, support_labels, steps)
+            return self.head.logits(layer, functional_call(self.feature_extractor, weights, (query_images,)))
+        features = self.feature_extractor(torch.cat([support_images, query_images]), self._film(support_images))
+        support_features, query_features = features.split([len(support_images), len(query_images)])
+        if not isinstance(self.head, Gidaris):
+            return self.head(support_features, support_labels, query_features)
+        self.head.hidden = classes
+        logits = self.head(support_features, support_labels, query_features)
+        self.head.hidden = None
+        return logits
+
+    def _film(self, support_images: Tensor, batch_size: int | None = None) -> Film | None:
+        """FiLM parameters for a support set; None for a method that does not adapt by FiLM."""
+        if self.set_encoder is None or self.film_generator is None:
+            return None
+        z = self.set_encoder(support_images, batch_size)
+        return self.film_generator(z, support_images, self.feature_extractor, batch_size)
+
+    def with_film(self, film: Film | None = None, dtype: torch.dtype = torch.float32) -> AdaptedNetwork:
+        """Return the network with given FiLM parameters (None: without), for inference."""
+        return AdaptedNetwork(self.feature_extractor, film, dtype, projection=None, device=self.device)
+
+    @torch.no_grad()
+    def adapted_network(
+        self,
+        support_images: Tensor,
+        support_labels: Tensor,
+        *,
+        query_images: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        batch_size: int = 64,
+    ) -> AdaptedNetwork:
+        """Adapt the network to a support set, by FiLM, by gradient steps on a copy ("maml"), or not at all.
+
+        Parameters
+        ----------
+        support_images : Tensor of shape (n, 3, h, w)
+            In [-1, 1]; on any device.
+        support_labels : int64 Tensor of shape (n,)
+            Classes 0 to k - 1, each with at least one image.
+        query_images : Tensor, optional
+            Ignored.
+        dtype : {torch.float32, torch.bfloat16}
+            Precision of the convolutions.
+        batch_size : int
+            Images processed at a time; it bounds memory.
+        """
+        check_episode(support_images, support_labels)
+        images, labels = channels_last(support_images.to(self.device)), support_labels.to(self.device)
+        bfloat16 = torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
         if not isinstance(self.head, MAML):
-            return super().forward(support_images, support_labels, query_images)
-        weights, layer = self.head.adapt(self.network, support_images, support_labels, self.head.training_steps)
-        features = functional_call(self.network, weights, (query_images,))
-        return self.head.logits(Fitted(features.shape[1], layer), features)
+            with bfloat16:
+                film = self._film(images, batch_size)
+            return self.with_film(film, dtype)
+        network = copy.deepcopy(self.feature_extractor)
+        with bfloat16:
+            weights, layer = self.head.adapt(network, images, labels, self.head.steps)
+        network.load_state_dict(weights, strict=False)
+        head = _TrainedLayer(self.head, layer)
+        return AdaptedNetwork(network, None, dtype, projection=None, device=self.device, head=head)
 
     @torch.no_grad()
     def adapt(
@@ -156,21 +255,18 @@ class Baseline(SimpleCNAPS):
         support_images: Tensor,
         support_labels: Tensor,
         *,
+        query_images: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
-        **options: Any,
     ) -> AdaptedTask:
-        """Adapt to a support set, as :meth:`SimpleCNAPS.adapt`: MAML by gradient steps on a copy of the network."""
-        if not isinstance(self.head, MAML):
-            return super().adapt(support_images, support_labels, dtype=dtype, batch_size=batch_size, **options)
-        images, labels = channels_last(support_images.to(self.device)), support_labels.to(self.device)
-        network = copy.deepcopy(self.network)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            weights, layer = self.head.adapt(network, images, labels, self.head.steps)
-        network.load_state_dict(weights, strict=False)
-        adapted = AdaptedNetwork(network, None, dtype, projection=None, device=self.device)
-        head = _TrainedLayer(self.head, Fitted(network.out_features, layer))
-        return AdaptedTask(adapted, FittedHead.fit(head, Features(adapted.features(images, batch_size)), labels))
+        """Adapt to a support set and fit the method to it.
+
+        The parameters are those of :meth:`adapted_network`. This module is not changed.
+        """
+        network = self.adapted_network(support_images, support_labels, dtype=dtype, batch_size=batch_size)
+        head: Head[Any] = self.head if network.head is None else network.head
+        support = Features(network.features(support_images, batch_size))
+        return AdaptedTask(network, FittedHead.fit(head, support, support_labels))
 
 
 class _TrainedLayer(Head[Any]):

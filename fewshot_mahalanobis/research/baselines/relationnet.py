@@ -8,15 +8,18 @@ several shots the mean is taken (as in Meta-Dataset), not the sum.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.heads import PrototypeHead
 from fewshot_mahalanobis.research.baselines.method import Method
 
 
-class RelationNet(Method[Tensor]):
+class RelationNet(PrototypeHead, Method[Tensor]):
     """Logits = relation scores r in [0, 1] of query and class, equation 1."""
 
     name, title, paper_title = "relationnet", "RelationNet", "RelationNet"
@@ -28,14 +31,16 @@ class RelationNet(Method[Tensor]):
             *_block(2 * in_features), *_block(64), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid()
         )
 
-    def fit_features(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Mean features of the classes (k, d)."""
-        return class_means(features, labels)
+    @classmethod
+    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> RelationNet:
+        """Make the method, with weights yet to be learned or loaded, for features of this width."""
+        return cls(in_features)
 
-    def compare(self, state: Tensor, queries: Tensor) -> Tensor:
+    def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Relation scores g(C(f(class), f(query))), C the concatenation: equation 1."""
-        shape = (len(queries), *state.shape)
-        pairs = torch.cat([state.expand(shape), queries[:, None].expand(shape)], dim=2)
+        shape = (len(queries), *means.shape)
+        pairs = torch.cat([means.expand(shape), queries[:, None].expand(shape)], dim=2)
+        pairs = pairs.to(next(self.parameters()).dtype)
         return self.relation(pairs.flatten(0, 1)).view(shape[:2])
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -20,10 +20,14 @@ class TADAM(ProtoNet):
     needs_training = True
     adaptation = "film"
 
-    def __init__(self, in_features: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.log_alpha = nn.Parameter(torch.zeros(()))
 
-    def compare(self, state: Tensor, queries: Tensor) -> Tensor:
+    def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Scaled logits of the prototypical network."""
-        return self.log_alpha.exp() * super().compare(state, queries)
+        return self.log_alpha.exp() * super().compare(queries, means)
+
+    def exported_compare(self, queries: Tensor, means: Tensor) -> Tensor:
+        """The same by operations that ONNX has."""
+        return self.log_alpha.exp() * super().exported_compare(queries, means)

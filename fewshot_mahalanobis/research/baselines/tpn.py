@@ -6,11 +6,20 @@ Learning", ICLR 2019. Propagation needs no training; the network that sets each 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import working_dtype
+from fewshot_mahalanobis.gaussians.checks import (
+    check_features,
+    check_support,
+    full_precision,
+    result_dtype,
+    working_dtype,
+)
 from fewshot_mahalanobis.research.baselines.method import Method
 
 #: Length scale of the graph, as a share of the root mean squared distance to the nearest example: chosen on validation
@@ -42,14 +51,27 @@ class TPN(Method[tuple[Tensor, Tensor]]):
             nn.init.zeros_(last.bias)
             self.log_scale = nn.Sequential(nn.Linear(in_features, 64), nn.ReLU(), last)
 
-    def fit_features(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the support set."""
-        return features, labels
+    @classmethod
+    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> TPN:
+        """Make the method, with weights yet to be learned or loaded, for features of this width."""
+        return cls(in_features)
 
-    def compare(self, state: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
-        """Propagate the labels of the support set to queries (m, d)."""
+    def fit(self, support_features: Tensor, support_labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the support features (n, d) and labels (n,)."""
+        check_support(support_features, support_labels)
+        weight = next(self.parameters(), None)
+        dtype = result_dtype(support_features) if weight is None else weight.dtype
+        return support_features.to(dtype), support_labels
+
+    def logits(self, state: tuple[Tensor, Tensor], query_features: Tensor) -> Tensor:
+        """Propagate the labels of the support set to queries (m, d): (m, k)."""
         support, labels = state
-        weights = self.graph(torch.cat([support.to(queries.dtype), queries]))
+        check_features(query_features, "query features", width=support.shape[1])
+        with full_precision(query_features):
+            return self._propagated(support, labels, query_features.to(support.dtype))
+
+    def _propagated(self, support: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
+        weights = self.graph(torch.cat([support, queries]))
         root = weights.sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny).rsqrt()
         normalised = root[:, None] * weights * root  # S = D^-1/2 W D^-1/2
         known = F.one_hot(labels).to(weights.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -16,10 +17,10 @@ from fewshot_mahalanobis.heads import HEADS, Head, make_head
 from fewshot_mahalanobis.networks.devices import choose_dtype
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines import METHODS
-from fewshot_mahalanobis.research.baselines.model import Baseline
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.research.evaluation.result import Scores
+from fewshot_mahalanobis.research.model import EpisodicModel
 
 
 class Variant(NamedTuple):
@@ -63,7 +64,7 @@ class UnadaptedFeatures:
     """
 
     def __init__(
-        self, model: SimpleCNAPS, source: ImageSource, *, dtype: torch.dtype = torch.float32, batch_size: int = 128
+        self, model: EpisodicModel, source: ImageSource, *, dtype: torch.dtype = torch.float32, batch_size: int = 128
     ) -> None:
         self._network = model.with_film(None, dtype)
         self._source = source
@@ -71,7 +72,7 @@ class UnadaptedFeatures:
         n = len(source.images)
         self._known = np.zeros(n, dtype=bool)
         with tempfile.TemporaryFile() as file:  # lives as long as the map
-            self._features = np.memmap(file, np.float32, "w+", shape=(n, model.feature_extractor.out_features))
+            self._features = np.memmap(file, np.float32, "w+", shape=(n, self._network.out_features))
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Tensor:
         """Features of images by their indices, float32, on the CPU."""
@@ -84,21 +85,22 @@ class UnadaptedFeatures:
         return torch.from_numpy(np.array(self._features[indices]))
 
 
-def head_of(model: SimpleCNAPS, variant: Variant) -> Head[Any]:
-    """Head of a variant.
+def head_of(model: EpisodicModel, variant: Variant) -> Head[Any]:
+    """Head of a variant, on the model's device.
 
     ValueError if there is no such head, it has weights and the model was not trained with it, or it has no task
     covariance to leave out.
     """
     if isinstance(variant.head, Head):
-        return model.head_named(variant.head)
-    if variant.head in METHODS:
-        return model.head if variant.head == model.config["head"] else METHODS[variant.head]()
-    if variant.head not in HEADS:
+        return copy.deepcopy(variant.head).to(model.device).eval()
+    own = variant.head == model.config["head"]
+    if variant.head in METHODS and not own:
+        return METHODS[variant.head]().to(model.device)
+    if variant.head not in HEADS and not own:
         raise ValueError(f"there is no head {variant.head!r}; there are {', '.join(HEADS)}")
     if not variant.task_covariance and variant.head != "mahalanobis":
         raise ValueError(f"the head {variant.head!r} has no task covariance to leave out")
-    if variant.head == "mahalanobis" and variant.adapt and variant.task_covariance and model.is_transductive:
+    if own and variant.adapt and variant.task_covariance:
         return model.episode_head
     if variant.head == "mahalanobis" and not variant.task_covariance:
         return make_head(variant.head, {**model.config, "task_covariance": False})
@@ -163,7 +165,7 @@ def evaluate_source(
 
 
 def evaluate_episodes(
-    model: SimpleCNAPS,
+    model: EpisodicModel,
     source: ImageSource,
     variants: Iterable[Variant],
     draw: Callable[[int], Episode],
@@ -193,33 +195,25 @@ def evaluate_episodes(
         shots.append(np.bincount(episode.support_labels))
         queries = np.bincount(episode.query_labels, minlength=episode.way)
         labels = torch.from_numpy(episode.support_labels).to(model.device)
-        features: dict[bool, tuple[Tensor, Tensor]] = {}
-        task = None
+        features: dict[bool, tuple[Tensor, ...]] = {}
+        network = None
         if plain_features is not None:
             features[False] = plain_features[episode.support], plain_features[episode.query]
         if any(v.adapt for v in variants):
             query_images = source.network_input(episode.query)
-            seen: dict[str, Any] = {"query_images": query_images} if model.is_transductive else {}
             images = source.network_input(episode.support)
-            settings: dict[str, Any] = {"dtype": dtype, "batch_size": batch_size, **seen}
-            if isinstance(model, Baseline):
-                task = model.adapt(images, labels, **settings)
-                network = task.network
-            else:
-                network = model.adapted_network(images, labels, **settings)
-            support_features, query_features = (
-                network.unprojected_features(x, batch_size) for x in (images, query_images)
+            network = model.adapted_network(
+                images, labels, query_images=query_images, dtype=dtype, batch_size=batch_size
             )
-            features[True] = support_features, query_features
+            features[True] = tuple(network.unprojected_features(x, batch_size) for x in (images, query_images))
         for variant in variants:
+            # Gradient steps have moved the head together with the network.
+            head = network.head if variant.adapt and network is not None and network.head else heads[variant]
             support_features, query_features = (f.to(model.device) for f in features[variant.adapt])
             with torch.no_grad():
-                if variant.adapt and task is not None:
-                    logits = task.fitted_head.logits(query_features)  # gradient steps have moved the head too
-                else:
-                    if model.projection is not None and variant.projection:
-                        support_features, query_features = map(model.projection, (support_features, query_features))
-                    logits = heads[variant](support_features, labels, query_features)
+                if model.projection is not None and variant.projection:
+                    support_features, query_features = map(model.projection, (support_features, query_features))
+                logits = head(support_features, labels, query_features)
             predicted = logits.argmax(1).cpu().numpy()
             right = predicted == episode.query_labels
             accuracies[variant].append(float(right.mean()))

@@ -29,6 +29,7 @@ from fewshot_mahalanobis.research.evaluation.methods import open_methods
 from fewshot_mahalanobis.research.evaluation.paper_figures import IN_DOMAIN, published_method
 from fewshot_mahalanobis.research.evaluation.result import Protocol, Result, read_results, write_results
 from fewshot_mahalanobis.research.evaluation.tables import Report
+from fewshot_mahalanobis.research.model import EpisodicModel
 
 #: A source of no more images is decoded once into memory: 21 kB per image of 84 x 84 pixels.
 _IN_MEMORY = 100_000
@@ -76,7 +77,7 @@ class Settings:
 
 
 def variants_of(
-    model: SimpleCNAPS,
+    model: EpisodicModel,
     heads: Sequence[str] = (),
     adapt: bool | None = None,
     *,
@@ -90,18 +91,19 @@ def variants_of(
     task covariance ("-TR"), ``projection=False`` every variant without the model's projection. ValueError if the model
     has no such head, no adaptation or no projection.
     """
-    if adapt and model.config["adaptation"] == "none":
+    adapts = model.film_generator is not None
+    if adapt and not adapts:
         raise ValueError("the checkpoint has no adaptation: leave out --adapt")
     if not projection and model.projection is None:
         raise ValueError("the checkpoint has no projection to leave out")
     heads = heads or (model.config["head"], "mahalanobis", "euclidean")
-    adapts = (adapt,) if adapt is not None else (True, False) if model.config["adaptation"] != "none" else (False,)
+    ways = (adapt,) if adapt is not None else (True, False) if adapts else (False,)
     variants = [
         Variant(adapted, head, with_task, projected)
         for projected in ((True,) if projection else (True, False))
         for head in heads
         for with_task in ((True,) if task_covariance or head != "mahalanobis" else (True, False))
-        for adapted in adapts
+        for adapted in ways
     ]
     for variant in variants:
         head_of(model, variant)
@@ -109,7 +111,7 @@ def variants_of(
 
 
 def evaluate(
-    model: SimpleCNAPS,
+    model: EpisodicModel,
     sources: Sequence[str],
     settings: Settings | None = None,
     *,
@@ -257,7 +259,7 @@ def evaluate_checkpoints(
     names = list(dict.fromkeys(checkpoints))
     first, several = names[0], len(names) > 1 or bool(methods)
     frozen, trained = open_methods(methods)
-    models = {name: load_checkpoint(name).to(choose_device(device)) for name in names}
+    models: dict[str, SimpleCNAPS] = {name: load_checkpoint(name).to(choose_device(device)) for name in names}
     variants = {}
     for name, model in models.items():
         adapts = model.config["adaptation"] != "none"
@@ -283,17 +285,18 @@ def evaluate_checkpoints(
     of_methods = {
         title: METHODS[str(of.head)] for title, of in frozen.items() if not METHODS[str(of.head)].trains_network
     }
+    entrants: dict[str, EpisodicModel] = {**models}
     for title, baseline in trained.items():
-        models[title] = baseline.to(choose_device(device))
-        variants[title] = {title: Variant(baseline.method.adaptation != "none", baseline.config["head"])}
+        entrants[title] = baseline.to(choose_device(device))
+        variants[title] = {title: Variant(baseline.head.adaptation != "none", baseline.config["head"])}
         columns[title] = {title: title}
-        of_methods[title] = type(baseline.method)
+        of_methods[title] = type(baseline.head)
     published |= {title: method.paper_title for title, method in of_methods.items() if method.paper_title}
     variants[first] |= frozen
     columns[first] |= {title: title for title in frozen}
     evaluated = {
         name: evaluate(model, sources, settings, variants=variants[name], root=root, file=file)
-        for name, model in models.items()
+        for name, model in entrants.items()
     }
     results, gains = evaluated[first], []
     if several:
@@ -338,7 +341,7 @@ def _digest_of_source(source: ImageSource) -> str:
     return hashlib.sha256(classes.encode()).hexdigest()[:16]
 
 
-def _digest(model: SimpleCNAPS) -> str:
+def _digest(model: EpisodicModel) -> str:
     """Digest of a model's settings and weights."""
     digest = hashlib.sha256(json.dumps(model.config, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():

@@ -6,14 +6,15 @@ Bateni et al., CVPR 2020, appendix "Experimental details": 110,000 tasks, 16 a s
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +23,17 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.checkpoints.model import checked_settings
-from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.networks.devices import choose_dtype, precision_name
 from fewshot_mahalanobis.networks.efficientnet import LITE0
 from fewshot_mahalanobis.networks.generators import LayerGenerator
 from fewshot_mahalanobis.networks.pretrained import is_pretrained_name
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.research.baselines.model import Baseline, checked_baseline_settings, save_baseline
-from fewshot_mahalanobis.research.training.lite import lite_logits
+from fewshot_mahalanobis.research.baselines.model import Baseline, checked_baseline_settings
+from fewshot_mahalanobis.research.model import EpisodicModel
+from fewshot_mahalanobis.research.training.learner import BaselineLearner, CNAPSLearner
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.research.training.run import (
     RunFolder,
@@ -43,43 +45,13 @@ from fewshot_mahalanobis.research.training.run import (
 )
 from fewshot_mahalanobis.research.training.tasks import Task, TrainingTasks, ValidationTasks
 from fewshot_mahalanobis.research.training.validation import better_on_most, validate
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+
+Made = TypeVar("Made", SimpleCNAPS, Baseline)
 
 
-class TaskLogits(nn.Module):
-    """Logits of a task as one forward pass, which Accelerate wraps to average gradients between processes."""
-
-    def __init__(self, model: SimpleCNAPS, lite: int | None = None, learn_scale: bool = False) -> None:
-        super().__init__()
-        self.model = model
-        self.lite = lite
-        self.log_scale: nn.Parameter | None = None
-        if learn_scale:
-            if not isinstance(model.head, MahalanobisHead) or model.is_transductive:
-                raise ValueError("learn_scale is for the Mahalanobis head of a model that is not transductive")
-            self.log_scale = nn.Parameter(torch.tensor(model.head.scale, device=model.device).log())
-
-    def forward(
-        self, support_images: Tensor, support_labels: Tensor, query_images: Tensor, classes: Tensor | None = None
-    ) -> Tensor:
-        """Logits (m, k), see :class:`SimpleCNAPS`; with LITE's gradient if ``lite`` is set."""
-        if isinstance(self.model, Baseline):
-            return self.model(support_images, support_labels, query_images, classes)
-        if self.lite is None:
-            logits = self.model(support_images, support_labels, query_images)
-        else:
-            logits = lite_logits(self.model, support_images, support_labels, query_images, self.lite)
-        if self.log_scale is None:
-            return logits
-        return logits / cast(MahalanobisHead, self.model.head).scale * self.log_scale.exp()
-
-    def store_scale(self) -> None:
-        """Give the model the scale that was learned."""
-        if self.log_scale is not None:
-            scale = float(self.log_scale.detach().exp())
-            cast(MahalanobisHead, self.model.head).scale = self.model.config["scale"] = scale
-
-
-def scale_features_(model: SimpleCNAPS, factor: float) -> None:
+def scale_features_(model: SimpleCNAPS | Baseline, factor: float) -> None:
     """Multiply the backbone's features, adapted or not, by ``factor``, by rescaling layer 4.
 
     Equation 3 adds beta I, which presumes a feature scale; that of a supervised backbone is arbitrary, because its
@@ -104,50 +76,37 @@ def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:
     return recipe.learning_rate * min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def parameter_groups(logits_of: TaskLogits) -> list[dict[str, Any]]:
-    """Parameters for the optimizer. A method's network learns at a tenth of the rate, because it is trained already."""
-    trained = {name: p for name, p in logits_of.named_parameters() if p.requires_grad}
-    network = [p for name, p in trained.items() if name.startswith("model.feature_extractor.")]
-    others = [p for name, p in trained.items() if not name.startswith("model.feature_extractor.")]
-    groups: list[dict[str, Any]] = [{"params": others}, {"params": network, "factor": 0.1}]
-    return [group for group in groups if group["params"]]
-
-
 def validation_due(step: int, recipe: MetaTrainRecipe) -> bool:
     """Whether step ``step`` (from 0) completes a multiple of ``validate_every`` tasks."""
     before = step * recipe.tasks_per_step
     return (before + recipe.tasks_per_step) // recipe.validate_every > before // recipe.validate_every
 
 
-def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
-    """Make the model that training starts from: the backbone, with random or given adaptation networks.
+def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
+    """Make what a recipe trains: Simple CNAPS or a method, on a backbone, with random or given adaptation networks.
 
-    Of a method of :mod:`~fewshot_mahalanobis.research.baselines` the backbone is trained too, if the method
-    does so. ValueError if ``model`` has an unknown setting or nothing to train, or ``init`` is a checkpoint of another
-    model.
+    The backbone is trained too if the method does so. ValueError if ``model`` has an unknown setting or nothing to
+    train, or ``init`` is a checkpoint of another model.
     """
-    from fewshot_mahalanobis.checkpoints.load import load_checkpoint
-
     # A name of ours is that of a checkpoint even where timm has it too.
     by_name = recipe.backbone == LITE0 or (recipe.backbone not in CHECKPOINTS and is_pretrained_name(recipe.backbone))
-    make: Callable[..., SimpleCNAPS] = SimpleCNAPS.from_backbone if by_name else SimpleCNAPS
-    settings, given = {"adaptation": "film", "beta": 1.0, **recipe.model}, {"backbone"}
     if recipe.method is not None:
         if by_name or recipe.init is not None or recipe.lite is not None:
             raise ValueError("a method is trained on the FiLM ResNet18 of a checkpoint or file, without init and lite")
-        make, settings, given = Baseline, {**recipe.model, "head": recipe.method}, {"head"}
-    known = [name for name in inspect.signature(make).parameters if name not in given]
-    if unknown := sorted(set(recipe.model) - set(known)):
-        raise ValueError(f"model has no setting {unknown[0]!r} (settings are {', '.join(known)})")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = make(recipe.backbone, **settings) if by_name else make(**settings)
-    if recipe.method is None and model.film_generator is None:
+        baseline = _made(Baseline, {**recipe.model, "head": recipe.method}, recipe, {"head"})
+        checked_baseline_settings(baseline.config, "model")
+        _load_resnet18(baseline, recipe)
+        return BaselineLearner(baseline)
+    if by_name:
+        make = functools.partial(SimpleCNAPS.from_backbone, recipe.backbone)
+        model = _made(make, {"adaptation": "film", "beta": 1.0, **recipe.model}, recipe, {"backbone"})
+    else:
+        model = _made(SimpleCNAPS, recipe.model, recipe, {"backbone"})
+    if model.film_generator is None:
         raise ValueError("a model without adaptation has nothing to meta-train")
-    (checked_settings if recipe.method is None else checked_baseline_settings)(model.config, "model")
+    checked_settings(model.config, "model")
     if not by_name:
-        cast(FilmResNet18, model.feature_extractor).load_state_dict(resnet18_weights(recipe.backbone))
-        scale_features_(model, recipe.feature_scale)
+        _load_resnet18(model, recipe)
     elif recipe.feature_scale != 1:
         raise ValueError("feature_scale is for the FiLM ResNet18; of another network set model.beta")
     if recipe.init is not None:
@@ -156,14 +115,30 @@ def starting_model(recipe: MetaTrainRecipe) -> SimpleCNAPS:
             raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
         start = {name: x for name, x in before.state_dict().items() if not name.startswith("feature_extractor.")}
         model.load_state_dict({**model.state_dict(), **start})
-    return model
+    return CNAPSLearner(model, recipe.lite, recipe.learn_scale)
+
+
+def _made(make: Callable[..., Made], settings: Mapping[str, Any], recipe: MetaTrainRecipe, taken: set[str]) -> Made:
+    """Make a model with random weights of the recipe's seed; ValueError if it has no such setting."""
+    known = [name for name in inspect.signature(make).parameters if name not in taken]
+    if unknown := sorted(set(recipe.model) - set(known)):
+        raise ValueError(f"model has no setting {unknown[0]!r} (settings are {', '.join(known)})")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return make(**settings)
+
+
+def _load_resnet18(model: SimpleCNAPS | Baseline, recipe: MetaTrainRecipe) -> None:
+    cast(FilmResNet18, model.feature_extractor).load_state_dict(resnet18_weights(recipe.backbone))
+    scale_features_(model, recipe.feature_scale)
 
 
 @torch.no_grad()
-def _frozen_logits(model: SimpleCNAPS, task: Task, dtype: torch.dtype) -> Tensor:
+def _frozen_logits(model: EpisodicModel, task: Task, dtype: torch.dtype) -> Tensor:
     """Logits (m, k) of a task's queries by the network without adaptation."""
-    adapted = model.adapt(task.support_images, task.support_labels, adapt=False, dtype=dtype)
-    return adapted.logits(task.query_images)
+    network = model.with_film(None, dtype)
+    fitted = FittedHead.fit(model.head, Features(network.features(task.support_images)), task.support_labels)
+    return fitted.logits(network.features(task.query_images))
 
 
 def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
@@ -185,7 +160,7 @@ def meta_train(
     tensorboard: bool = False,
     save_every: float = 300.0,
     progress: bool = True,
-) -> SimpleCNAPS:
+) -> SimpleCNAPS | Baseline:
     """Meta-train. A killed run continues when started again, with identical results on a CPU.
 
     With ``accelerate launch`` every process calls this function and does its share of each step. The tasks of a step do
@@ -202,7 +177,7 @@ def meta_train(
 
     Returns
     -------
-    SimpleCNAPS
+    SimpleCNAPS, or Baseline if the recipe has a method
         With the last weights, in evaluation mode, on the CPU.
 
     Raises
@@ -210,17 +185,14 @@ def meta_train(
     ValueError
         The recipe does not fit the sources or the backbone, or the folder holds a run with another recipe.
     """
-    from fewshot_mahalanobis.checkpoints import save_checkpoint
-
     accelerator = start_processes(device)
     share = shared_out(recipe.tasks_per_step, "tasks_per_step", accelerator)
-    model = starting_model(recipe).to(accelerator.device)
+    learner = starting_learner(recipe).to(accelerator.device)
+    model = learner.model
     dtype = choose_dtype(recipe.precision, model)
     recorded = asdict(recipe) | {"precision": precision_name(dtype)}
     run = RunFolder(output, recorded, main=accelerator.is_main_process, tensorboard=tensorboard)
     progress = progress and accelerator.is_main_process
-    loss_of = model.method.loss if isinstance(model, Baseline) else F.cross_entropy
-    save: Callable[..., None] = save_baseline if isinstance(model, Baseline) else save_checkpoint
 
     largest = max(model.image_size, *recipe.sizes, 0)
     opened = {
@@ -231,18 +203,16 @@ def meta_train(
     validation = {source: ValidationTasks(opened[source], recipe, model.image_size) for source in recipe.validation}
 
     model.to(memory_format=torch.channels_last)
-    if isinstance(model, Baseline):
-        model.see_classes([opened[source] for source in dict.fromkeys(recipe.sources)])
-    logits_of = TaskLogits(model, recipe.lite, recipe.learn_scale)
-    optimizer = torch.optim.Adam(parameter_groups(logits_of), lr=recipe.learning_rate)
+    learner.prepare([opened[source] for source in dict.fromkeys(recipe.sources)])
+    optimizer = torch.optim.Adam(learner.parameter_groups(), lr=recipe.learning_rate)
     best: dict[str, float] | None = None
     start = 0
     if (state := run.resume()) is not None:
-        logits_of.load_state_dict(state["model"])
-        logits_of.store_scale()
+        learner.load_state_dict(state["model"])
+        learner.store()
         optimizer.load_state_dict(state["optimizer"])
         best, start = state["best"], state["step"]
-    network = accelerator.prepare_model(logits_of)
+    network = accelerator.prepare_model(learner)
     accelerator.wait_for_everyone()
 
     steps = recipe.tasks // recipe.tasks_per_step
@@ -271,15 +241,15 @@ def meta_train(
             with nullcontext() if last_task else accelerator.no_sync(network):
                 with autocast(accelerator.device, dtype):
                     logits = network(task.support_images, task.support_labels, task.query_images, task.classes)
-                loss = loss_of(logits, task.query_labels)
+                loss = learner.loss(logits, task.query_labels)
                 accuracy = (logits.argmax(1) == task.query_labels).float().mean()
                 means += torch.stack([loss.detach(), accuracy]) / share
                 objective = loss / share
                 if recipe.floor:
-                    frozen = loss_of(_frozen_logits(model, task, dtype), task.query_labels)
+                    frozen = learner.loss(_frozen_logits(model, task, dtype), task.query_labels)
                     objective = objective + recipe.floor * F.relu(loss - frozen) / share
-                if last_task and model.film_generator is not None:  # the penalty counts once per step
-                    objective = objective + recipe.penalty * model.film_generator.penalty()
+                if last_task:  # the penalty counts once per step
+                    objective = objective + recipe.penalty * learner.penalty()
                 objective.backward()
         optimizer.step()
         mean_loss, mean_accuracy = accelerator.reduce(means, "mean").tolist()
@@ -287,19 +257,19 @@ def meta_train(
         record["tasks_per_second"] = round(recipe.tasks_per_step / (time.monotonic() - reported), 3)
         bar.set_postfix(loss=f"{mean_loss:.3f}", accuracy=f"{mean_accuracy:.3f}")
         last = step + 1 == steps
-        logits_of.store_scale()
+        learner.store()
         if validation and (last or validation_due(step, recipe)):
             accuracies = validate(model, validation, accelerator, dtype, workers=workers, progress=progress)
             record["validation"] = accuracies
             if better_on_most(accuracies, best):
                 best = accuracies
                 if accelerator.is_main_process:
-                    save(model, run.path / "best", dtype=torch.float16)
+                    learner.save(run.path / "best")
         run.log(step + 1, **record)
         reported = time.monotonic()
         if accelerator.is_main_process and (last or reported - saved > save_every):
             state = {
-                "model": logits_of.state_dict(),
+                "model": learner.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "best": best,
                 "step": step + 1,
@@ -308,6 +278,6 @@ def meta_train(
             saved = time.monotonic()
     model.to("cpu").eval()
     if accelerator.is_main_process:
-        save(model, run.path / "checkpoint", dtype=torch.float16)
+        learner.save(run.path / "checkpoint")
     accelerator.wait_for_everyone()
     return model

@@ -7,13 +7,13 @@ al., NeurIPS 2019). Accuracies of different data sets are not comparable, so sou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.research.model import EpisodicModel
 from fewshot_mahalanobis.research.training.tasks import ValidationTasks
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def better_on_most(accuracies: Mapping[str, float], best: Mapping[str, float] | 
 
 
 def validate(
-    model: SimpleCNAPS,
+    model: EpisodicModel,
     tasks: Mapping[str, ValidationTasks],
     accelerator: Accelerator,
     dtype: torch.dtype,
@@ -42,15 +42,14 @@ def validate(
     decode images, per process of the run.
     """
     means, training = {}, model.training
-    model.eval()  # the relation module has batch normalisation
+    model.train(False)  # the relation module has batch normalisation
     for name, episodes in tasks.items():
         accuracies = torch.zeros(len(episodes), dtype=torch.float32, device=accelerator.device)
         mine = range(len(episodes))[accelerator.process_index :: accelerator.num_processes]
         loader = DataLoader(episodes, batch_size=None, sampler=mine, num_workers=workers, generator=torch.Generator())
         for number, task in zip(mine, tqdm(loader, desc=name, disable=not progress, leave=False), strict=True):
             labels = task.support_labels.to(model.device)
-            seen: dict[str, Any] = {"query_images": task.query_images} if model.is_transductive else {}
-            adapted = model.adapt(task.support_images, labels, **seen, dtype=dtype)
+            adapted = model.adapt(task.support_images, labels, query_images=task.query_images, dtype=dtype)
             right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
             accuracies[number] = right.float().mean()
         means[name] = float(accelerator.reduce(accuracies, "sum").double().mean())

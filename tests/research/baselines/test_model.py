@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+import fewshot_mahalanobis
 from fewshot_mahalanobis import SimpleCNAPS
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.research.baselines import METHODS
 from fewshot_mahalanobis.research.baselines.maml import MAML
-from fewshot_mahalanobis.research.baselines.model import Baseline, read_baseline, save_baseline
+from fewshot_mahalanobis.research.baselines.model import Baseline, read_baseline
 from fewshot_mahalanobis.research.data.sources import load_source
 from fewshot_mahalanobis.research.training.meta_train import meta_train
 from fewshot_mahalanobis.research.training.tasks import TrainingTasks
@@ -60,7 +62,7 @@ def test_first_order_maml_against_a_plain_loop(name: str, task: tuple[Tensor, Te
     logits = model(support, labels, queries)
     F.cross_entropy(logits, right).backward()
 
-    network = copy.deepcopy(model.network)
+    network = copy.deepcopy(model.feature_extractor)
     features = network(support).detach()
     means = torch.stack([features[labels == k].mean(dim=0) for k in range(3)])
     weight, bias = (2 * means, -means.square().sum(1)) if name == "protomaml" else (0 * means, torch.zeros(3))
@@ -77,7 +79,7 @@ def test_first_order_maml_against_a_plain_loop(name: str, task: tuple[Tensor, Te
     torch.testing.assert_close(model.adapt(support, labels).logits(queries), logits, rtol=1e-3, atol=1e-3)
     if name == "maml":  # the gradient at the weights after the steps is the first-order one; prototypes add theirs
         F.cross_entropy(expected, right).backward()
-        for mine, theirs in zip(model.network.parameters(), network.parameters(), strict=True):
+        for mine, theirs in zip(model.feature_extractor.parameters(), network.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2, atol=1e-5)
 
 
@@ -149,7 +151,7 @@ def run(folder: Path, *options: Any, status: int = 0) -> str:
 
 def test_methods_are_rows_beside_simple_cnaps(folder: Path, tmp_path: Path) -> None:
     for name in ("protomaml", "protonet"):
-        save_baseline(make(name), tmp_path / name)
+        make(name).save(tmp_path / name)
     names = ["knn", "protonet", tmp_path / "protomaml", tmp_path / "protonet"]
     options = [text for name in names for text in ("--method", name)]
     (folder / "mnist").symlink_to(folder / "colours")
@@ -180,3 +182,18 @@ def test_a_method_that_cannot_be_evaluated_is_said(folder: Path, options: tuple[
 def test_a_checkpoint_of_simple_cnaps_is_no_method(folder: Path) -> None:
     with pytest.raises(CheckpointError):
         read_baseline(folder / "checkpoint")
+
+
+def test_a_trained_method_is_no_simple_cnaps_and_nobody_asks_which_it_is() -> None:
+    assert not isinstance(make("protonet"), SimpleCNAPS)
+    package = Path(fewshot_mahalanobis.__file__).parent
+    files = [*(package / "research").rglob("*.py"), package / "apps" / "cli_research.py"]
+    questions = [file.name for file in files if re.search(r"isinstance\([^)]*(Baseline|SimpleCNAPS)", file.read_text())]
+    assert questions == []
+
+
+def test_a_trained_method_has_no_other_head() -> None:
+    model = make("protonet")
+    assert model.head_named("protonet") is model.head
+    with pytest.raises(ValueError, match="trained with the method 'protonet', not with 'cosine'"):
+        model.head_named("cosine")

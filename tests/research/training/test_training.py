@@ -23,7 +23,12 @@ from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes, episod
 from fewshot_mahalanobis.research.training import meta_train as meta_training
 from fewshot_mahalanobis.research.training.augment import augment_task, cut_to_ink, is_grey
 from fewshot_mahalanobis.research.training.meta_train import learning_rate as meta_learning_rate
-from fewshot_mahalanobis.research.training.meta_train import meta_train, scale_features_, starting_model, validation_due
+from fewshot_mahalanobis.research.training.meta_train import (
+    meta_train,
+    scale_features_,
+    starting_learner,
+    validation_due,
+)
 from fewshot_mahalanobis.research.training.pretrain import (
     TEACHER_WEIGHT,
     NearestMean,
@@ -265,7 +270,7 @@ def test_meta_training_changes_the_adapters_alone_and_writes_a_checkpoint(folder
 def test_adaptation_networks_are_taken_over_as_they_are_whatever_the_feature_scale(folder, backbone, tmp_path):
     meta_train(meta_recipe(folder, backbone, feature_scale=0.2), tmp_path, device="cpu", progress=False)
     trained = load_checkpoint(tmp_path / "checkpoint").state_dict()
-    on = starting_model(meta_recipe(folder, backbone, feature_scale=0.2, init=str(tmp_path / "checkpoint")))
+    on = starting_learner(meta_recipe(folder, backbone, feature_scale=0.2, init=str(tmp_path / "checkpoint"))).model
     for name, weight in on.state_dict().items():
         torch.testing.assert_close(weight, trained[name], rtol=1e-3, atol=1e-3)  # the backbone was stored in float16
         if not name.startswith("feature_extractor."):
@@ -286,13 +291,13 @@ def test_the_best_checkpoint_is_that_of_the_best_validation(folder, backbone, tm
     monkeypatch.setattr(meta_training, "validate", lambda *arguments, **options: {folder: next(played)})
     recipe = meta_recipe(folder, backbone, validation=(folder,), validate_every=2)
     seen = []
-    save = meta_training.TaskLogits.forward
+    save = meta_training.CNAPSLearner.forward
 
     def forward(self, *arguments):
         seen.append(self.model.film_generator.layers[0].shared[0].weight.detach().clone())
         return save(self, *arguments)
 
-    monkeypatch.setattr(meta_training.TaskLogits, "forward", forward)
+    monkeypatch.setattr(meta_training.CNAPSLearner, "forward", forward)
     meta_train(recipe, tmp_path, device="cpu", progress=False)
     best = load_checkpoint(tmp_path / "best").film_generator.layers[0].shared[0].weight
     assert torch.equal(best, seen[4].half().float())  # the weights that the third step starts with
@@ -303,7 +308,7 @@ def test_loss_and_gradient_of_a_step_are_means_over_its_tasks_and_the_penalty_co
     """Against a plain loop: Adam's first step moves every weight by its rate, against the sign of the gradient."""
     recipe = meta_recipe(folder, backbone, tasks=2, precision="float32", penalty=30.0)
     trained = meta_train(recipe, tmp_path, device="cpu", progress=False)
-    model = meta_training.starting_model(recipe)
+    model = meta_training.starting_learner(recipe).model
     tasks = TrainingTasks([load_source(folder, size=32)], recipe, 32)
     losses = []
     for task in (tasks[0], tasks[1]):
@@ -323,7 +328,7 @@ def test_the_floor_adds_what_the_loss_exceeds_that_without_adaptation(folder, ba
     """Against a plain loop: Adam's first step moves every weight by its rate, against the sign of the gradient."""
     recipe = meta_recipe(folder, backbone, tasks=2, precision="float32", penalty=0.0, floor=3.0)
     trained = meta_train(recipe, tmp_path, device="cpu", progress=False)
-    model = meta_training.starting_model(recipe)
+    model = meta_training.starting_learner(recipe).model
     tasks = TrainingTasks([load_source(folder, size=32)], recipe, 32)
     objective = torch.zeros(())
     for task in (tasks[0], tasks[1]):
@@ -362,7 +367,10 @@ def test_a_run_may_add_features_to_the_checkpoint_it_starts_from(folder, backbon
     meta_train(meta_recipe(folder, backbone), tmp_path / "first", device="cpu", progress=False)
     wider = {"image_size": 32, "frozen_features": True}
     recipe = meta_recipe(folder, backbone, model=wider, init=str(tmp_path / "first" / "checkpoint"))
-    model, before = meta_training.starting_model(recipe), load_checkpoint(str(tmp_path / "first" / "checkpoint"))
+    model, before = (
+        meta_training.starting_learner(recipe).model,
+        load_checkpoint(str(tmp_path / "first" / "checkpoint")),
+    )
     support = torch.rand(5, 3, 32, 32) * 2 - 1
     with torch.no_grad():
         assert torch.equal(model.task_representation(support), before.task_representation(support))
@@ -383,7 +391,7 @@ def test_meta_training_starts_from_the_adaptation_networks_it_is_given(folder, b
 def test_the_backbone_may_be_that_of_a_checkpoint(folder, backbone, tmp_path):
     first = meta_train(meta_recipe(folder, backbone, tasks=2), tmp_path / "first", device="cpu", progress=False)
     recipe = replace(meta_recipe(folder, backbone), backbone=str(tmp_path / "first" / "checkpoint"))
-    start = meta_training.starting_model(recipe)
+    start = meta_training.starting_learner(recipe).model
     saved = load_checkpoint(recipe.backbone).feature_extractor.state_dict()
     for name, value in start.feature_extractor.state_dict().items():
         assert torch.equal(value, saved[name]), name
@@ -398,7 +406,7 @@ def test_a_checkpoint_on_another_network_gives_no_backbone(folder, backbone, mon
     other = SimpleCNAPS.from_backbone(other, image_size=32, mean=(0.5,) * 3, std=(0.5,) * 3)
     monkeypatch.setattr(load, "load_checkpoint", lambda name: other)
     with pytest.raises(ValueError, match="'other' is no FilmResNet18"):
-        meta_training.starting_model(replace(meta_recipe(folder, backbone), backbone="other"))
+        meta_training.starting_learner(replace(meta_recipe(folder, backbone), backbone="other"))
 
 
 def test_a_model_without_adaptation_cannot_be_meta_trained(folder, backbone, tmp_path):
@@ -511,7 +519,7 @@ def test_a_recipe_that_cannot_be_followed_is_refused_by_name(settings, message, 
 
 def test_the_features_of_a_network_by_name_are_not_scaled():
     with pytest.raises(ValueError, match=r"set model\.beta"):
-        starting_model(MetaTrainRecipe(("a",), LITE0, feature_scale=0.5))
+        starting_learner(MetaTrainRecipe(("a",), LITE0, feature_scale=0.5))
 
 
 def test_backbone_is_validated_in_the_precision_of_the_recipe(folder, backbone):
