@@ -19,7 +19,7 @@ from fewshot_mahalanobis.images.decode import to_square_array
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.evaluation import Accuracy, Variant, evaluate_source
 from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures
-from fewshot_mahalanobis.research.evaluation.result import Row
+from fewshot_mahalanobis.research.evaluation.result import Result
 
 digits = load_digits()
 chosen = np.concatenate([np.flatnonzero(digits.target == digit)[:20] for digit in range(10)])
@@ -32,13 +32,13 @@ features = UnadaptedFeatures(model, source)
 variants = {"Mahalanobis": Variant(False, "mahalanobis"), "Euclidean": Variant(False, "euclidean")}
 
 
-def measure(way: int, shot: int) -> Row:
+def measure(way: int, shot: int) -> Result:
     """Accuracy of both heads on the same tasks."""
     accuracies = evaluate_source(
         model, source, variants.values(), way=way, shot=shot, episodes=60, queries=8, plain_features=features
     )
-    accuracy = {name: Accuracy.of(accuracies[variant]) for name, variant in variants.items()}
-    return Row(name=source.name, way=way, shot=shot, accuracy=accuracy)
+    scores = {name: Accuracy.of(accuracies[variant]) for name, variant in variants.items()}
+    return Result(source=source.name, way=way, shot=shot, scores=scores)
 
 
 # %%

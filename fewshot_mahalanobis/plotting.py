@@ -25,7 +25,7 @@ from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.images.decode import ImageBatches
-from fewshot_mahalanobis.research.evaluation.result import Accuracy, Row
+from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
 from fewshot_mahalanobis.support_set.influence import support_influence
 
 try:
@@ -386,15 +386,15 @@ def _matrix(features: ArrayLike | Tensor) -> NDArray[np.float64]:
 # -------------------------------------------------------------------- evaluation
 
 
-def plot_accuracy(rows: Sequence[Row], against: str = "shot", *, ax: Axes | None = None) -> Axes:
+def plot_accuracy(results: Sequence[Result], against: str = "shot", *, ax: Axes | None = None) -> Axes:
     """Accuracy against the number of shots or of ways, with 95 % intervals (figures 5 and 6 of the paper).
 
     One line for each name, method and setting of the other number.
 
     Parameters
     ----------
-    rows : list of Row
-        The points: ``[result.row for result in results]``, say, or
+    results : list of Result
+        The points, from :func:`~fewshot_mahalanobis.research.evaluation.report.evaluate` or
         :func:`~fewshot_mahalanobis.research.evaluation.curves.pooled_curve`.
     against : {"shot", "way"}, default="shot"
         What the horizontal axis is; logarithmic.
@@ -408,24 +408,24 @@ def plot_accuracy(rows: Sequence[Row], against: str = "shot", *, ax: Axes | None
     Raises
     ------
     ValueError
-        ``against`` is something else, there are no rows, or two of them give one line two values at one place
+        ``against`` is something else, there are no results, or two of them give one line two values at one place
         (from different seeds, say).
     """
     if against not in ("shot", "way"):
         raise ValueError(f'against must be "shot" or "way", got {against!r}')
-    if not rows:
-        raise ValueError("there are no rows to draw")
+    if not results:
+        raise ValueError("there are no results to draw")
     other = "way" if against == "shot" else "shot"
     lines: dict[tuple[str, int | None, str], dict[int, Accuracy]] = {}
-    for row in rows:
-        place, number = (row.shot, row.way) if against == "shot" else (row.way, row.shot)
+    for result in results:
+        place, number = (result.shot, result.way) if against == "shot" else (result.way, result.shot)
         if place is None:
-            raise ValueError(f"{row.name!r} has no one number of {against}s")
-        for method, accuracy in row.accuracy.items():
-            line = lines.setdefault((row.name, number, method), {})
+            raise ValueError(f"{result.source!r} has no one number of {against}s")
+        for method, accuracy in result.scores.items():
+            line = lines.setdefault((result.source, number, method), {})
             if place in line:
                 raise ValueError(
-                    f"two rows of {row.name!r} have {place} {against}s and {number} {other}s: draw one of them"
+                    f"two results of {result.source!r} have {place} {against}s and {number} {other}s: draw one of them"
                 )
             line[place] = accuracy
 

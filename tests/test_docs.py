@@ -28,7 +28,7 @@ import fewshot_mahalanobis
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.research.data.layouts import class_split
 from fewshot_mahalanobis.research.evaluation.paper_figures import published_figure
-from fewshot_mahalanobis.research.evaluation.result import Row
+from fewshot_mahalanobis.research.evaluation.result import Result
 from fewshot_mahalanobis.support_set.unknown import SIMILARITIES
 from tests.checkpoints.checkpoint_server import hub_on_this_machine
 from tests.research.data import trees
@@ -159,7 +159,7 @@ def test_the_papers_table_is_what_the_command_prints_beside_ones_own() -> None:
     (block,) = blocks(ROOT / "docs" / "table_1.md", "sh")
     assert [name.replace("/", ":") for name, *_ in rows] == re.findall(r"\w+:test", block)
     for source, *shown in rows:
-        row = Row(name=source, way=None, shot=None, accuracy={}, protocol="variable")
+        row = Result(source=source, way=None, shot=None, protocol="variable")
         figures = [published_figure(method, row) for method in ("Simple CNAPS", "Simple AR-CNAPS")]
         assert [str(figure) for figure in figures] == shown
 

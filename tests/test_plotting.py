@@ -25,7 +25,7 @@ from fewshot_mahalanobis.plotting import (
     plot_task,
     support_influence,
 )
-from fewshot_mahalanobis.research.evaluation.result import Accuracy, Row
+from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
 
 COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
 
@@ -281,9 +281,9 @@ def test_a_published_one_shot_covariance_has_no_marginal_to_draw() -> None:
 # -------------------------------------------------------------------- evaluation
 
 
-def row(name: str, way: int, shot: int, **accuracy: float) -> Row:
+def row(name: str, way: int, shot: int, **accuracy: float) -> Result:
     """Accuracies in per cent, each with an interval of 1.5."""
-    return Row(name=name, way=way, shot=shot, accuracy={m: Accuracy(a / 100, 0.015, 9) for m, a in accuracy.items()})
+    return Result(source=name, way=way, shot=shot, scores={m: Accuracy(a / 100, 0.015, 9) for m, a in accuracy.items()})
 
 
 def test_accuracies_stand_over_their_shots_with_their_intervals() -> None:
@@ -309,9 +309,9 @@ def test_there_is_a_line_for_each_source_variant_and_other_number() -> None:
 
 
 def test_rows_that_cannot_share_a_line_are_refused() -> None:
-    with pytest.raises(ValueError, match="two rows of 'mnist'"):
+    with pytest.raises(ValueError, match="two results of 'mnist'"):
         plot_accuracy([row("mnist", 5, 1, a=50)] * 2, ax=Figure().subplots())
     with pytest.raises(ValueError, match='must be "shot" or "way"'):
         plot_accuracy([row("mnist", 5, 1, a=50)], against="episodes")
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="no results"):
         plot_accuracy([])

@@ -255,10 +255,9 @@ def evaluate(
         fewshot-mahalanobis evaluate omniglot:test mnist:test --root data --protocol variable --plots plots
     """
     from fewshot_mahalanobis.research.evaluation.report import Settings, evaluate_checkpoints
-    from fewshot_mahalanobis.research.evaluation.tables import to_json, to_latex, to_markdown
 
     with clear_errors():
-        report = evaluate_checkpoints(
+        text = evaluate_checkpoints(
             checkpoints or ["default"],
             sources,
             Settings(protocol.value, tuple(shots or (1, 5)), way, queries, episodes, seed, precision.value),
@@ -272,9 +271,9 @@ def evaluate(
             file=results,
             plots=plots,
             device=device,
+            form=table.value,
         )
-    forms = {TableFormat.markdown: to_markdown, TableFormat.latex: to_latex, TableFormat.json: to_json}
-    typer.echo(forms[table](report))
+    typer.echo(text)
 
 
 @data_app.command("check")

@@ -19,7 +19,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines import METHODS
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
-from fewshot_mahalanobis.research.evaluation.result import Scores
+from fewshot_mahalanobis.research.evaluation.result import Accuracy
 from fewshot_mahalanobis.research.model import EpisodicModel
 
 
@@ -150,7 +150,7 @@ def evaluate_source(
     dict of Variant to float64 array of shape (episodes,)
         Share of correct queries in each episode.
     """
-    scores = evaluate_episodes(
+    accuracies = evaluate_episodes(
         model,
         source,
         variants,
@@ -161,7 +161,7 @@ def evaluate_source(
         plain_features=plain_features,
         description=f"{source.name} {way}-way {shot}-shot" if progress else None,
     )
-    return {variant: np.array(score.by_episode) for variant, score in scores.items()}
+    return {variant: np.array(accuracy.by_episode) for variant, accuracy in accuracies.items()}
 
 
 def evaluate_episodes(
@@ -175,8 +175,8 @@ def evaluate_episodes(
     batch_size: int = 128,
     plain_features: UnadaptedFeatures | Tensor | None = None,
     description: str | None = None,
-) -> dict[Variant, Scores]:
-    """Scores of every variant over the episodes ``draw(0)`` to ``draw(episodes - 1)``.
+) -> dict[Variant, Accuracy]:
+    """Accuracy of every variant over the episodes ``draw(0)`` to ``draw(episodes - 1)``.
 
     The other arguments are those of :func:`evaluate_source`; ``description`` is the text of a progress bar, and without
     it there is none. ValueError if a variant has no head, see :func:`head_of`.
@@ -219,7 +219,7 @@ def evaluate_episodes(
             accuracies[variant].append(float(right.mean()))
             class_accuracies[variant].append(np.bincount(episode.query_labels, right, episode.way) / queries)
     return {
-        variant: Scores.of(
+        variant: Accuracy.of_classes(
             np.array(accuracies[variant]),
             np.array(ways),
             np.concatenate(class_accuracies[variant]),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fewshot_mahalanobis.research.evaluation.result import Accuracy, Protocol, Result, Row
+from fewshot_mahalanobis.research.evaluation.result import Accuracy, Protocol, Result
 
 _SPLIT = re.compile(r"(?P<name>.+?)(?:[/_](?P<split>train|valid|val|test))?")
 
@@ -25,7 +25,7 @@ def check_in_domain(names: Iterable[str], sources: Sequence[str]) -> None:
             raise ValueError(f"no source is called {name!r}: the domains here are {', '.join(known)}")
 
 
-def averages(results: Sequence[Result], in_domain: Iterable[str] | None = None) -> list[Row]:
+def averages(results: Sequence[Result], in_domain: Iterable[str] | None = None) -> list[Result]:
     """Means over sources for each number of shots, with their 95 % intervals.
 
     Parameters
@@ -38,16 +38,20 @@ def averages(results: Sequence[Result], in_domain: Iterable[str] | None = None) 
 
     Returns
     -------
-    list of Row
+    list of Result
         One for each number of shots and domain.
     """
     rows = []
     for title, group in averaged_groups(results, in_domain):
         methods = [method for method in group[0].scores if all(method in result.scores for result in group)]
-        accuracy = {m: Accuracy.averaged([result.scores[m].accuracy for result in group]) for m in methods}
-        sources = tuple(result.source for result in group)
-        rows.append(replace(group[0].row, name=title, accuracy=accuracy, sources=sources))
+        scores = {m: Accuracy.averaged([result.scores[m] for result in group]) for m in methods}
+        rows.append(over(group, title, scores))
     return rows
+
+
+def over(group: Sequence[Result], title: str, scores: Mapping[str, Accuracy]) -> Result:
+    """Make the result of a group of sources, in their setting."""
+    return replace(group[0], source=title, scores=scores, sources=tuple(result.source for result in group))
 
 
 def averaged_groups(

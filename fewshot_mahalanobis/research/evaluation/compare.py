@@ -14,9 +14,9 @@ import numpy as np
 
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.evaluation.accuracy import Variant
-from fewshot_mahalanobis.research.evaluation.averages import averaged_groups
+from fewshot_mahalanobis.research.evaluation.averages import averaged_groups, over
 from fewshot_mahalanobis.research.evaluation.paper_figures import published_method
-from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result, Row
+from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
 
 
 def headings(
@@ -68,7 +68,7 @@ def joined(results: Mapping[str, Sequence[Result]], columns: Mapping[str, Mappin
     return found
 
 
-def differences(results: Sequence[Result], base: str, in_domain: Iterable[str] | None = None) -> list[Row]:
+def differences(results: Sequence[Result], base: str, in_domain: Iterable[str] | None = None) -> list[Result]:
     """How much more accurate each column is than the column ``base``, for each of the averages.
 
     Parameters
@@ -80,15 +80,14 @@ def differences(results: Sequence[Result], base: str, in_domain: Iterable[str] |
 
     Returns
     -------
-    list of Row
+    list of Result
         Mean differences with 95 % intervals, from the differences within each episode.
     """
     rows = []
     for title, group in averaged_groups(results, in_domain):
         shared = [m for m in group[0].scores if m != base and all(m in r.scores and base in r.scores for r in group)]
         gains = {method: Accuracy.averaged([_gain(result, method, base) for result in group]) for method in shared}
-        sources = tuple(result.source for result in group)
-        rows.append(replace(group[0].row, name=f"{title}, less {base}", accuracy=gains, sources=sources))
+        rows.append(over(group, f"{title}, less {base}", gains))
     return rows
 
 

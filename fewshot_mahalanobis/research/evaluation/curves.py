@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from fewshot_mahalanobis.research.evaluation.averages import averages
-from fewshot_mahalanobis.research.evaluation.result import Accuracy, Group, Result, Row
+from fewshot_mahalanobis.research.evaluation.result import Accuracy, Group, Result
 
 #: Groups of shots, or of ways, begin at the powers of this: 1, 2, 3, 4, 5, 6-7, 8-9, 10-11, 12-14, ...
 _STEP = 1.25
 
 
-def pooled_curve(results: Sequence[Result], against: str) -> list[Row]:
+def pooled_curve(results: Sequence[Result], against: str) -> list[Result]:
     """Accuracy by shots, over the classes of all episodes and sources, or by ways, over all episodes.
 
     ``against`` is "shot" or "way", the results of the variable protocol. One row for each group of neighbouring
@@ -23,17 +23,17 @@ def pooled_curve(results: Sequence[Result], against: str) -> list[Row]:
     """
     points: dict[int, dict[str, list[Group]]] = {}
     for result in results:
-        for method, scores in result.scores.items():
-            for group in scores.by_shot if against == "shot" else scores.by_way:
-                bin_ = math.floor(math.log(group.number) / math.log(_STEP) + 1e-9)
+        for method, accuracy in result.scores.items():
+            for group in accuracy.by_shot if against == "shot" else accuracy.by_way:
+                bin_ = math.floor(math.log(group[0]) / math.log(_STEP) + 1e-9)
                 points.setdefault(bin_, {}).setdefault(method, []).append(group)
     rows = []
     for _, by_method in sorted(points.items()):
-        accuracy = {method: _pooled(groups) for method, groups in by_method.items()}
-        groups = next(iter(by_method.values()))  # every method saw the same episodes
-        number = round(sum(g.size * g.number for g in groups) / sum(g.size for g in groups))
+        scores = {method: _pooled(groups) for method, groups in by_method.items()}
+        groups = next(iter(by_method.values()))  # every method has the same episodes
+        number = round(sum(size * n for n, size, *_ in groups) / sum(size for _, size, *_ in groups))
         way, shot = (None, number) if against == "shot" else (number, None)
-        rows.append(Row(name=f"{len(results)} sources", way=way, shot=shot, accuracy=accuracy))
+        rows.append(Result(source=f"{len(results)} sources", way=way, shot=shot, scores=scores))
     return rows
 
 

@@ -18,7 +18,7 @@ from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
 from fewshot_mahalanobis.heads import HEADS
 from fewshot_mahalanobis.research.evaluation.accuracy import Variant
 from fewshot_mahalanobis.research.evaluation.averages import data_set_of
-from fewshot_mahalanobis.research.evaluation.result import Row
+from fewshot_mahalanobis.research.evaluation.result import Result
 
 #: This package's names of the data sets -> the paper's.
 _DATA_SETS = {
@@ -93,14 +93,14 @@ def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
     return name if name in _published()["methods"] else None
 
 
-def published_figure(method: str, row: Row) -> Figure | None:
+def published_figure(method: str, row: Result) -> Figure | None:
     """The paper's figure of a method (from :func:`published_method`) for one row of a table, if it has one.
 
     That for an average is of the same data sets in the paper, with the interval of their mean.
     """
     figures = _published()["methods"][method]
     named = []
-    for source in row.sources or (row.name,):
+    for source in row.sources or (row.source,):
         name = _paper_name(source, row)
         if name is None:
             return None
@@ -117,7 +117,7 @@ def published_figure(method: str, row: Row) -> Figure | None:
     return Figure(mean, half_width, marks)
 
 
-def _paper_name(source: str, row: Row) -> tuple[str, str] | None:
+def _paper_name(source: str, row: Result) -> tuple[str, str] | None:
     """The paper's name of a source and the marks of what differs; None if the paper does not have it."""
     data_set, split = data_set_of(source)
     name = _DATA_SETS.get(data_set, _SIMILAR.get(data_set))

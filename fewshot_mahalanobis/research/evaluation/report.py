@@ -28,9 +28,11 @@ from fewshot_mahalanobis.research.evaluation.curves import plot_curves
 from fewshot_mahalanobis.research.evaluation.methods import open_methods
 from fewshot_mahalanobis.research.evaluation.paper_figures import IN_DOMAIN, published_method
 from fewshot_mahalanobis.research.evaluation.result import Protocol, Result, read_results, write_results
-from fewshot_mahalanobis.research.evaluation.tables import Report
+from fewshot_mahalanobis.research.evaluation.tables import to_json, to_latex, to_markdown
 from fewshot_mahalanobis.research.model import EpisodicModel
 
+#: Forms of the table of results.
+FORMS: dict[str, Callable[..., str]] = {"markdown": to_markdown, "latex": to_latex, "json": to_json}
 #: A source of no more images is decoded once into memory: 21 kB per image of 84 x 84 pixels.
 _IN_MEMORY = 100_000
 
@@ -185,7 +187,7 @@ def evaluate(
                 if features is None:
                     images = source.in_memory() if len(source.images) <= _IN_MEMORY else source
                     features = UnadaptedFeatures(model, images, dtype=dtype)
-                scores = evaluate_episodes(
+                accuracies = evaluate_episodes(
                     model,
                     images,
                     missing.values(),
@@ -193,10 +195,10 @@ def evaluate(
                     settings.episodes,
                     dtype=dtype,
                     plain_features=None if all(v.adapt for v in missing.values()) else features,
-                    description=result.row.title if progress else None,
+                    description=result.title if progress else None,
                 )
-                found = {title: scores[variant] for title, variant in missing.items()}
-                result = by_key[result.key] = replace(result, scores={**result.scores, **found})
+                added = {title: accuracies[variant] for title, variant in missing.items()}
+                result = by_key[result.key] = replace(result, scores={**result.scores, **added})
                 if file is not None:
                     write_results(file, list(by_key.values()))
             wanted.append(replace(result, scores={title: result.scores[title] for title in variants}))
@@ -218,7 +220,8 @@ def evaluate_checkpoints(
     file: str | Path | None = None,
     plots: str | Path | None = None,
     device: str = "auto",
-) -> Report:
+    form: str = "markdown",
+) -> str:
     """Evaluate checkpoints on the same episodes: what the command ``evaluate`` does.
 
     Parameters
@@ -241,6 +244,12 @@ def evaluate_checkpoints(
     plots : path, optional
         Folder for plots of accuracy against shots and ways.
     device : str
+    form : {"markdown", "latex", "json"}
+
+    Returns
+    -------
+    str
+        The table of the results, with averages and, of several checkpoints or methods, differences from the first.
 
     Raises
     ------
@@ -304,7 +313,7 @@ def evaluate_checkpoints(
         gains = differences(results, next(iter(columns[first].values())), in_domain)
     if plots is not None:
         plot_curves(results, plots)
-    return Report(results, averages(results, in_domain), gains, published, by_method=bool(methods))
+    return FORMS[form](results, averages(results, in_domain), gains, published, by_method=bool(methods))
 
 
 def open_sources(sources: Sequence[str], root: str | Path | None, size: int) -> list[ImageSource]:

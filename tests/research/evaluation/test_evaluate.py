@@ -17,8 +17,8 @@ from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures
 from fewshot_mahalanobis.research.evaluation.averages import averages
 from fewshot_mahalanobis.research.evaluation.curves import plot_curves, pooled_curve
 from fewshot_mahalanobis.research.evaluation.report import Settings, evaluate, variants_of
-from fewshot_mahalanobis.research.evaluation.result import Result, Scores, read_results, write_results
-from fewshot_mahalanobis.research.evaluation.tables import Report, to_markdown
+from fewshot_mahalanobis.research.evaluation.result import Result, read_results, write_results
+from fewshot_mahalanobis.research.evaluation.tables import to_markdown
 from tests.tiny import tiny_model
 
 FOUR = ["adapted", "not adapted", "adapted, Euclidean", "not adapted, Euclidean"]
@@ -152,7 +152,9 @@ def test_a_file_that_holds_no_results_is_refused_by_name_and_stays(model, tmp_pa
 
 def test_results_are_the_same_after_writing_and_reading(tmp_path):
     rng = np.random.default_rng(0)
-    scores = Scores.of(rng.uniform(size=9), rng.integers(2, 5, 9), rng.uniform(size=30), rng.integers(1, 9, 30))
+    scores = Accuracy.of_classes(
+        rng.uniform(size=9), rng.integers(2, 5, 9), rng.uniform(size=30), rng.integers(1, 9, 30)
+    )
     results = [
         Result(source="a", protocol="fixed", way=5, shot=1, queries=10, episodes=9, seed=0, precision="float32",
                model="0", scores={"adapted": scores}),
@@ -169,12 +171,12 @@ def test_a_source_of_fewer_classes_is_evaluated_with_those_and_left_out_of_the_a
     monkeypatch.setattr(report_module, "open_source", lambda path, root, size: sources[path])
     settings = Settings(shots=(1,), way=4, queries=2, episodes=3)
     results = evaluate(model, ["a", "b"], settings, progress=False)
-    table = to_markdown(Report(results, averages(results))).splitlines()
+    table = to_markdown(results, averages(results)).splitlines()
     assert [result.way for result in results] == [4, 3]
     assert table[0].split("|")[2].strip() == "adapted"
     assert "few, 3-way 1-shot" in table[3]
     assert "average of 1, 4-way 1-shot" in table[4]
-    means = [str(results[0].scores[name].accuracy) for name in FOUR]
+    means = [str(results[0].scores[name]) for name in FOUR]
     assert [cell.strip() for cell in table[4].split("|")[2:-1]] == means
 
 
@@ -259,8 +261,8 @@ def test_variable_episodes_are_those_of_meta_dataset_and_grouped_by_ways_and_sho
             of_class = right[episode.query_labels == k]
             shots.setdefault(int((labels == k).sum()), []).append(of_class.mean())
     scores = result.scores["not adapted"]
-    assert scores.accuracy.mean == pytest.approx(np.mean(accuracies))
-    assert scores.accuracy.half_width == pytest.approx(1.96 * np.std(accuracies, ddof=1) / np.sqrt(12))
+    assert scores.mean == pytest.approx(np.mean(accuracies))
+    assert scores.half_width == pytest.approx(1.96 * np.std(accuracies, ddof=1) / np.sqrt(12))
     assert scores.by_episode == pytest.approx(accuracies)
     for naive, groups in ((ways, scores.by_way), (shots, scores.by_shot)):
         rows = {number: rest for number, *rest in groups}
@@ -276,7 +278,7 @@ def test_curves_pool_sources_as_if_their_classes_were_one_list(tmp_path):
     values = [rng.uniform(0, 1, 200) for _ in range(2)]
     results = [
         Result(source=name, protocol="variable", way=None, shot=None, queries=10, episodes=200, seed=0,
-               precision="float32", model="", scores={"adapted": Scores.of(v, n, v, n)})
+               precision="float32", model="", scores={"adapted": Accuracy.of_classes(v, n, v, n)})
         for name, n, v in zip("ab", numbers, values, strict=True)
     ]  # fmt: skip
     all_numbers, all_values = np.concatenate(numbers), np.concatenate(values)
@@ -287,7 +289,7 @@ def test_curves_pool_sources_as_if_their_classes_were_one_list(tmp_path):
         chosen = all_values[group]
         assert point.shot == round(all_numbers[group].mean())
         half_width = 1.96 * chosen.std(ddof=1) / np.sqrt(len(chosen))
-        assert point.accuracy["adapted"] == pytest.approx((chosen.mean(), half_width, len(chosen)))
+        assert point.scores["adapted"][:3] == pytest.approx((chosen.mean(), half_width, len(chosen)))
     files = plot_curves(results, tmp_path / "plots")
     assert [file.name for file in files] == ["accuracy_by_shot.png", "accuracy_by_way.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)

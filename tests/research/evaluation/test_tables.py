@@ -13,8 +13,8 @@ from fewshot_mahalanobis.research.evaluation.paper_figures import (
     published_figure,
     published_method,
 )
-from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result, Scores
-from fewshot_mahalanobis.research.evaluation.tables import Report, to_json, to_latex, to_markdown
+from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
+from fewshot_mahalanobis.research.evaluation.tables import to_json, to_latex, to_markdown
 
 INSIDE = ["ilsvrc_2012", "omniglot", "aircraft", "cu_birds", "dtd", "quickdraw", "fungi", "vgg_flower"]
 OUTSIDE = ["traffic_sign", "mscoco", "mnist", "cifar10", "cifar100"]
@@ -36,12 +36,12 @@ def record(source: str, mean: float = 50.0, half_width: float = 1.0, *, way=None
         seed=0,
         precision="float32",
         model="",
-        scores={name: Scores(accuracy, (), (), ()) for name, accuracy in zip(FOUR, accuracies, strict=True)},
+        scores=dict(zip(FOUR, accuracies, strict=True)),
     )
 
 
 def markdown(results, in_domain=None, methods=None) -> str:
-    return to_markdown(Report(results, averages(results, in_domain), (), methods or {}))
+    return to_markdown(results, averages(results, in_domain), (), methods)
 
 
 def cells(line: str) -> list[str]:
@@ -51,20 +51,20 @@ def cells(line: str) -> list[str]:
 def test_averages_are_of_the_domains_and_their_intervals_those_of_a_mean_of_independent_means():
     records = [record("omniglot/test", 90, 1), record("dtd/test", 60, 2), record("mnist/test", 30, 2)]
     found = averages(records, ["omniglot", "dtd", "fungi"])
-    assert [(a.name, a.sources) for a in found] == [
+    assert [(a.source, a.sources) for a in found] == [
         ("in-domain average of 2", ("omniglot/test", "dtd/test")),
         ("out-of-domain average of 1", ("mnist/test",)),
         ("average of 3", ("omniglot/test", "dtd/test", "mnist/test")),
     ]
-    assert found[0].accuracy["adapted"] == pytest.approx((0.75, math.sqrt(1 + 4) / 200, 1200))
-    assert found[2].accuracy["not adapted"] == pytest.approx((0.61, math.sqrt(1 + 4 + 4) / 300, 1800))
-    assert [a.name for a in averages(records)] == ["average of 3"]
+    assert found[0].scores["adapted"][:3] == pytest.approx((0.75, math.sqrt(1 + 4) / 200, 1200))
+    assert found[2].scores["not adapted"][:3] == pytest.approx((0.61, math.sqrt(1 + 4 + 4) / 300, 1800))
+    assert [a.source for a in averages(records)] == ["average of 3"]
 
 
 def test_sources_of_fewer_ways_are_not_averaged_and_protocols_not_mixed():
     records = [record("a", way=5, shot=1), record("b", way=3, shot=1), record("a", way=5, shot=5)]
     records += [record("a"), record("c"), record("b", way=3)]
-    assert [(a.name, a.shot, a.sources) for a in averages(records)] == [
+    assert [(a.source, a.shot, a.sources) for a in averages(records)] == [
         ("average of 1", 1, ("a",)),
         ("average of 1", 5, ("a",)),
         ("average of 2", None, ("a", "c")),
@@ -118,7 +118,7 @@ def test_the_papers_averages_follow_from_its_figures():
     for method in ("Simple CNAPS", "Simple AR-CNAPS", "CNAPS", "squared Euclidean", "dot product"):
         for average, title in zip(averages(records, INSIDE), ("in-domain", "out-of-domain", "overall"), strict=True):
             figure = published_figure(method, average)
-            singly = [published_figure(method, record(source).row).mean for source in average.sources]
+            singly = [published_figure(method, record(source)).mean for source in average.sources]
             assert figure.mean == pytest.approx(sum(singly) / len(singly))
             assert figure.mean == pytest.approx(_published()["methods"][method][title][0], abs=0.1)
             assert figure.marks == ""
@@ -127,7 +127,7 @@ def test_the_papers_averages_follow_from_its_figures():
 def test_without_adaptation_the_paper_has_averages_alone():
     records = [record(f"{name}/test") for name in INSIDE + OUTSIDE]
     method = "Simple CNAPS, not adapted"
-    assert all(published_figure(method, r.row) is None for r in records)
+    assert all(published_figure(method, r) is None for r in records)
     assert [str(published_figure(method, average)) for average in averages(records, INSIDE)] == [
         "{:.1f} ± {:.1f}".format(*_published()["methods"][method][title])
         for title in ("in-domain", "out-of-domain", "overall")
@@ -136,15 +136,15 @@ def test_without_adaptation_the_paper_has_averages_alone():
 
 
 def test_what_differs_from_the_papers_protocol_is_marked():
-    assert published_figure("Simple CNAPS", record("omniglot/test").row).marks == ""
-    assert published_figure("Simple CNAPS", record("omniglot/test", way=5, shot=1).row).marks == "*"
-    assert published_figure("Simple CNAPS", record("omniglot/test", queries=5).row).marks == "*"
-    assert published_figure("Simple CNAPS", record("gtsrb").row).marks == "†"
-    assert published_figure("Simple CNAPS", record("dtd10/test", way=3, shot=5).row).marks == "*†"
-    assert published_figure("Simple CNAPS", record("omniglot/train").row) is None
-    assert published_figure("Simple CNAPS", record("photos").row) is None
-    clean = published_figure("Simple CNAPS", record("mini_imagenet_test", way=5, shot=1).row)
-    assert (clean.marks, published_figure("Simple CNAPS", record("mini_imagenet_test", way=5, shot=2).row)) == (
+    assert published_figure("Simple CNAPS", record("omniglot/test")).marks == ""
+    assert published_figure("Simple CNAPS", record("omniglot/test", way=5, shot=1)).marks == "*"
+    assert published_figure("Simple CNAPS", record("omniglot/test", queries=5)).marks == "*"
+    assert published_figure("Simple CNAPS", record("gtsrb")).marks == "†"
+    assert published_figure("Simple CNAPS", record("dtd10/test", way=3, shot=5)).marks == "*†"
+    assert published_figure("Simple CNAPS", record("omniglot/train")) is None
+    assert published_figure("Simple CNAPS", record("photos")) is None
+    clean = published_figure("Simple CNAPS", record("mini_imagenet_test", way=5, shot=1))
+    assert (clean.marks, published_figure("Simple CNAPS", record("mini_imagenet_test", way=5, shot=2))) == (
         "",
         None,
     )
@@ -168,22 +168,22 @@ def test_the_papers_figures_stand_beside_and_notes_below():
 
 def test_the_latex_table_has_the_rows_of_the_markdown_table():
     records = [record("mini_imagenet_test", way=5, shot=1), record("gtsrb", way=5, shot=1)]
-    report = Report(records, averages(records), (), {"adapted": "Simple CNAPS"})
-    latex = to_latex(report).splitlines()
+    report = records, averages(records), (), {"adapted": "Simple CNAPS"}
+    latex = to_latex(*report).splitlines()
     assert latex[0] == r"\begin{tabular}{llllll}"
     rows = [
         [cell.strip() for cell in line.removesuffix(r" \\").replace(r"\_", "_").split(" & ")]
         for line in latex
         if " & " in line
     ]
-    assert rows == [cells(line) for line in to_markdown(report).splitlines() if line.startswith(("| ", "|a"))]
+    assert rows == [cells(line) for line in to_markdown(*report).splitlines() if line.startswith(("| ", "|a"))]
     assert latex.count(r"\midrule") == 2
     assert sum(r"\footnotesize" in line for line in latex) == 2
 
 
 def test_json_holds_results_averages_and_the_paper_s_names():
     records = [record("mini_imagenet_test", way=5, shot=1)]
-    found = json.loads(to_json(Report(records, averages(records), (), {"adapted": "Simple CNAPS"})))
+    found = json.loads(to_json(records, averages(records), (), {"adapted": "Simple CNAPS"}))
     assert found["results"][0]["scores"]["adapted"]["accuracy"] == [0.5, 0.01, 600]
     assert found["averages"][0]["sources"] == ["mini_imagenet_test"]
     assert found["methods"] == {"adapted": "Simple CNAPS"}
