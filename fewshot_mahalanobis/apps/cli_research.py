@@ -1,4 +1,4 @@
-"""Commands for research: train, evaluate, look at data sets."""
+"""Commands for research: train, evaluate, check data sets."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import typer
 from fewshot_mahalanobis.apps.cli_options import Device, Precision, Seed, clear_errors
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe, Recipe, read_recipe
 
-data_app = typer.Typer(no_args_is_help=True, help="Data sets in a folder: what is there, what is missing.")
+data_app = typer.Typer(no_args_is_help=True, help="Check or download the data sets in a folder.")
 
-Workers = Annotated[int, typer.Option(min=0, help="Processes that prepare batches; 0: the main process does.")]
+Workers = Annotated[int, typer.Option(min=0, help="Processes that prepare batches; 0: the main process prepares them.")]
 Sources = Annotated[
     list[str] | None,
     typer.Argument(help="Folders or zips of class folders; PATH:SPLIT names a split. With --root, data sets by name."),
 ]
 Config = Annotated[
-    Path | None, typer.Option(help="TOML or JSON file of settings (a recipe); options given here win over it.")
+    Path | None, typer.Option(help="TOML or JSON file of settings (a recipe); options on the command line override it.")
 ]
 Assignments = Annotated[
     list[str] | None,
@@ -166,7 +166,7 @@ def meta_train(
 
 
 def _recipe(kind: type[Recipe], config: Path | None, assignments: list[str] | None, **options: Any) -> Recipe:
-    """Make a recipe of the config file, overridden by --set, overridden by the options that were given."""
+    """Make a recipe from the config file; --set overrides it, and other options override both."""
     given = {name: getattr(value, "value", value) for name, value in options.items() if value not in (None, [])}
     return read_recipe(kind, config, assignments or (), given)
 
@@ -191,7 +191,7 @@ def evaluate(
         typer.Option(
             "--method",
             help="Method to compare with: knn, finetune, matchingnet, protonet or tpn, on the checkpoint's network, or "
-            "the folder of one that `meta-train --method` trained; may be repeated.",
+            "the folder of a method trained by `meta-train --method`; may be repeated.",
         ),
     ] = None,
     protocol: Annotated[
@@ -208,8 +208,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--head",
-            help="Head to compare; may be repeated. Default: the checkpoint's own, mahalanobis and euclidean; of "
-            "several checkpoints, each one's own.",
+            help="Head to compare; may be repeated. Default: the checkpoint's own, mahalanobis and euclidean; with "
+            "several checkpoints, the own head of each.",
         ),
     ] = None,
     adapt: Annotated[
@@ -230,7 +230,9 @@ def evaluate(
     root: Annotated[Path | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT.")] = None,
     results: Annotated[
         Path | None,
-        typer.Option("--results", "-o", help="JSON file of results; what it already holds is not computed again."),
+        typer.Option(
+            "--results", "-o", help="JSON file of results; results that it already holds are not computed again."
+        ),
     ] = None,
     table: Annotated[TableFormat, typer.Option("--format", help="What to write to standard output.")] = (
         TableFormat.markdown
@@ -245,8 +247,8 @@ def evaluate(
 ) -> None:
     """Measure accuracy on episodes of every source, with 95 % intervals.
 
-    By default adapted and not adapted, with the checkpoint's own, the Mahalanobis and the Euclidean head. The paper's
-    figures are shown beside, if it has any for that source and method.
+    By default the checkpoint is evaluated with and without adaptation, with its own, the Mahalanobis and the Euclidean
+    head. The paper's figures for that source and method are shown beside, if there are any.
 
     For example:
 
@@ -278,7 +280,7 @@ def evaluate(
 
 @data_app.command("check")
 def data_check(root: Annotated[Path, typer.Argument(help="Folder of the data sets.")]) -> None:
-    """List the data sets in ROOT, with their classes and images, and what is missing."""
+    """List the data sets in ROOT with their numbers of classes and images, and what is missing."""
     from fewshot_mahalanobis.research.data.check import check_data, report
 
     with clear_errors():

@@ -1,8 +1,7 @@
 """The methods that the paper compares with, on the network and the episodes of Simple CNAPS.
 
-Each is a head (:class:`~fewshot_mahalanobis.research.baselines.method.Method`): ``fit`` to a support set, ``logits`` of
-queries.
-``METHODS`` lists them; ``meta-train --method`` trains one, and ``evaluate --method`` sets it beside Simple CNAPS.
+Each is a head (:class:`~fewshot_mahalanobis.research.baselines.method.Method`) with ``fit`` and ``logits``. ``METHODS``
+lists them; ``meta-train --method`` trains one, and ``evaluate --method`` compares it with Simple CNAPS.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Fort, "Gaussian Prototypical Networks for Few-Shot Learning on Omniglot", 2017: the encoder gives a vector and a
 diagonal inverse covariance S = 1 + softplus(S_raw). Here S_raw is a linear layer on the features; the paper takes it
-from the encoder's last layer. The inverse covariance of a class is the mean of its images', not their sum: all classes
-of the paper have equally many, and a sum makes the class of most images the farthest.
+from the encoder's last layer. The inverse covariance of a class is the mean over its images, not the sum: the paper's
+classes all have the same number of images, and a sum would make the class with the most images the farthest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Gaussians(NamedTuple):
 class GaussianProtoNet(Method[Gaussians]):
     """Logits = -(x - p_k)^T S_k (x - p_k), S_k diagonal.
 
-    Images of which the network is sure count for more.
+    Images that the network is sure about count for more.
     """
 
     name, title = "gaussian_protonet", "ProtoNet, diagonal covariance"

@@ -17,7 +17,7 @@ from fewshot_mahalanobis.gaussians.checks import check_support, full_precision, 
 from fewshot_mahalanobis.heads import LinearClassifier, LinearLayerHead
 from fewshot_mahalanobis.research.baselines.method import Method
 
-#: Images in work at a time, which bounds memory.
+#: Images processed at a time, which bounds memory.
 BATCH = 64
 
 
@@ -36,7 +36,7 @@ class MAML(LinearLayerHead, Method[LinearClassifier]):
     training_steps, steps = 5, 10
 
     def first_layer(self, features: Tensor, labels: Tensor) -> LinearClassifier:
-        """The layer that the steps begin with, of support features (n, d) and labels (n,)."""
+        """Return the layer that the steps begin with, for support features (n, d) and labels (n,)."""
         ways = int(labels.max()) + 1
         return LinearClassifier(features.new_zeros(ways, features.shape[1]), features.new_zeros(ways))
 
@@ -57,12 +57,12 @@ class MAML(LinearLayerHead, Method[LinearClassifier]):
         Returns
         -------
         weights : dict of str to Tensor
-            Those of the network that were moved, by name. Their gradient with respect to the network's own weights is
+            Weights of the network that were moved, by name. Their gradient with respect to the network's own weights is
             the identity: first-order MAML.
         layer : LinearClassifier
         """
         weights: dict[str, Tensor] = {name: weight for name, weight in network.named_parameters() if weight.ndim > 1}
-        layer = self.first_layer(torch.cat([network(chunk) for chunk in images.split(BATCH)]), labels)
+        layer = self.first_layer(torch.cat([network(batch) for batch in images.split(BATCH)]), labels)
         for _ in range(steps):
             moving = [*weights.values(), *layer]
             gradients = self._gradients(network, list(weights), moving, images, labels)
@@ -78,10 +78,10 @@ class MAML(LinearLayerHead, Method[LinearClassifier]):
         """Gradients of the support set's mean cross-entropy, which are constants for the outer loop."""
         leaves = [w.detach().requires_grad_() for w in moving]
         sums = [torch.zeros_like(w) for w in leaves]
-        for some, theirs in zip(images.split(BATCH), labels.split(BATCH), strict=True):
-            features = functional_call(network, dict(zip(names, leaves[:-2], strict=True)), (some.detach(),))
+        for batch, targets in zip(images.split(BATCH), labels.split(BATCH), strict=True):
+            features = functional_call(network, dict(zip(names, leaves[:-2], strict=True)), (batch.detach(),))
             with full_precision(features):
-                loss = F.cross_entropy(F.linear(features, *leaves[-2:]), theirs, reduction="sum") / len(labels)
+                loss = F.cross_entropy(F.linear(features, *leaves[-2:]), targets, reduction="sum") / len(labels)
             sums = [a + b for a, b in zip(sums, torch.autograd.grad(loss, leaves), strict=True)]
         return sums
 

@@ -22,6 +22,6 @@ class ProtoMAML(MAML):
     training_steps, steps = 1, 6
 
     def first_layer(self, features: Tensor, labels: Tensor) -> LinearClassifier:
-        """The layer of the prototypes c_k; the outer gradient flows through them."""
+        """Return the layer made of the prototypes c_k; the outer gradient flows through them."""
         means = class_means(features, labels)
         return LinearClassifier(2 * means, -means.square().sum(dim=1))

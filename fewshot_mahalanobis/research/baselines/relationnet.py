@@ -2,8 +2,8 @@
 
 Sung, Yang, Zhang, Xiang, Torr & Hospedales, "Learning to Compare: Relation Network for Few-Shot Learning", CVPR 2018.
 The published relation module has two convolutional blocks of 64 maps, with batch normalisation, before its layers of 8
-and 1; here the maps are pooled first, as for all methods, and linear layers take the place of the convolutions. Of
-several shots the mean is taken (as in Meta-Dataset), not the sum.
+and 1; here the maps are pooled first, as for all methods, and linear layers take the place of the convolutions. The
+features of several shots are averaged, as in Meta-Dataset, not added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fewshot_mahalanobis.research.baselines.method import Method
 
 
 class RelationNet(PrototypeHead, Method[Tensor]):
-    """Logits = relation scores r in [0, 1] of query and class, equation 1."""
+    """Logits = relation scores r in [0, 1] between query and class, equation 1."""
 
     name, title, paper_title = "relationnet", "RelationNet", "RelationNet"
     needs_training = True

@@ -81,7 +81,7 @@ class TPN(Method[tuple[Tensor, Tensor]]):
         return spread[len(support) :].to(queries.dtype)
 
     def graph(self, features: Tensor) -> Tensor:
-        """Weights W (n, n) between examples: equation 2, between each and its nearest ones."""
+        """Return weights W (n, n) between each example and its nearest ones: equation 2."""
         nearest = _squared_distances(features.detach()).fill_diagonal_(torch.inf).amin(dim=1)
         scaled = features / (LENGTH_SCALE * nearest.mean().sqrt().clamp(min=1e-12))
         if self.log_scale is not None:
@@ -95,7 +95,7 @@ class TPN(Method[tuple[Tensor, Tensor]]):
 
 
 def _squared_distances(x: Tensor) -> Tensor:
-    """Between all pairs (n, n), with a finite gradient everywhere."""
+    """Squared distances between all pairs (n, n), with a finite gradient everywhere."""
     x = x - x.mean(dim=0)
     norms = x.square().sum(dim=1)
     return (norms[:, None] + norms - 2 * x @ x.T).clamp(min=0)

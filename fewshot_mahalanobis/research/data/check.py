@@ -1,4 +1,4 @@
-"""Check a folder of image data: which sources it holds, their sizes, what is missing and where to get it."""
+"""Check a folder of image data: its sources, their sizes, and where to get what is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fewshot_mahalanobis.research.data.sources import class_folders
 
 @dataclass(frozen=True)
 class Found:
-    """A data set as found on disk, or another folder or zip of class folders.
+    """A data set on disk, or another folder or zip of class folders.
 
     Attributes
     ----------
@@ -43,14 +43,14 @@ class Found:
 
 
 def check_data(root: str | Path) -> list[Found]:
-    """The named data sets below ``root``, missing ones included, then other folders and zips of class folders, by name.
+    """List the named data sets below ``root``, missing ones too, then other folders and zips of class folders, by name.
 
     Images are counted, not decoded. NotADirectoryError if ``root`` is not a folder.
     """
     root = Path(root)
     if not root.is_dir():
         raise NotADirectoryError(f"no folder {str(root)!r}: give the folder that contains the data sets")
-    found = [_check(data_set, root) for data_set in DATA_SETS.values()]
+    entries = [_check(data_set, root) for data_set in DATA_SETS.values()]
     known = {
         path.relative_to(root).parts[0]
         for data_set in DATA_SETS.values()
@@ -59,49 +59,49 @@ def check_data(root: str | Path) -> list[Found]:
     }
     for entry in sorted(root.iterdir()):
         if entry.name not in known and (entry.is_dir() or entry.suffix == ".zip"):
-            found += _other(entry)
-    return found
+            entries += _other(entry)
+    return entries
 
 
 def _check(data_set: DataSet, root: Path) -> Found:
     folder = data_set.find(root)
-    found = Found(data_set.name, data_set.title, folder, expected=dict(data_set.splits))
+    entry = Found(data_set.name, data_set.title, folder, expected=dict(data_set.splits))
     if folder is None:
-        found.remarks.append(data_set.how_to_get)
-        return found
+        entry.remarks.append(data_set.how_to_get)
+        return entry
     for split, (expected_classes, expected_images) in data_set.splits.items():
         try:
             listing = data_set.list_split(folder, split)
         except (OSError, ValueError, LookupError, ImportError) as error:
-            found.remarks.append(f"{split} cannot be read: {type(error).__name__}: {error}")
+            entry.remarks.append(f"{split} cannot be read: {type(error).__name__}: {error}")
             continue
-        there = {name: images for name, images in listing.images.items() if len(images)}
-        images = sum(map(len, there.values()))
-        found.splits[split] = len(there), images
-        if len(there) < expected_classes:
+        present = {name: images for name, images in listing.images.items() if len(images)}
+        images = sum(map(len, present.values()))
+        entry.splits[split] = len(present), images
+        if len(present) < expected_classes:
             expected = class_split(data_set.name)[split] if data_set.name in _SPLIT_BY_CLASS else ()
-            names = _some(sorted(set(expected) - there.keys()))
-            found.remarks.append(
-                f"{split}: {expected_classes - len(there)} of {expected_classes} classes are missing"
+            names = _shortened(sorted(set(expected) - present.keys()))
+            entry.remarks.append(
+                f"{split}: {expected_classes - len(present)} of {expected_classes} classes are missing"
                 f"{': ' * bool(names)}{names}. {data_set.how_to_get}"
             )
         elif images != expected_images:
-            found.remarks.append(
+            entry.remarks.append(
                 f"{split}: {images:,} images where {expected_images:,} are expected; "
                 + ("is it unpacked completely?" if images < expected_images else "is this another edition?")
             )
-        reader = listing.reader(there) if there else None
+        reader = listing.reader(present) if present else None
         if isinstance(reader, ImageFiles) and (missing := _missing_files(reader)):
-            found.remarks.append(f"{split}: {len(missing)} image files are not in {reader.root}: {_some(missing)}")
+            entry.remarks.append(f"{split}: {len(missing)} image files are not in {reader.root}: {_shortened(missing)}")
     if data_set.name == "ilsvrc_2012":
         if not (folder / IS_A).is_file():
-            found.remarks.append(f"no {IS_A}, so episodes ignore ImageNet's hierarchy: put {IS_A_URL} in {folder}")
+            entry.remarks.append(f"no {IS_A}, so episodes ignore ImageNet's hierarchy: put {IS_A_URL} in {folder}")
         if not any(folder.glob("ImageNet_*_duplicates.txt")):
-            found.remarks.append(
+            entry.remarks.append(
                 "no ImageNet_*_duplicates.txt, so images that are also in Birds and Caltech stay: put the lists of "
                 f"https://github.com/google-research/meta-dataset (meta_dataset/dataset_conversion) in {folder}"
             )
-    return found
+    return entry
 
 
 _SPLIT_BY_CLASS = frozenset(
@@ -109,20 +109,20 @@ _SPLIT_BY_CLASS = frozenset(
 )
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
+def _shortened(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "")
 
 
 def _missing_files(reader: ImageFiles) -> list[str]:
     """Image files of a reader that do not exist; lists every folder once."""
-    there: dict[str, set[str]] = {}
+    files_in: dict[str, set[str]] = {}
     missing = []
     for name in map(os.fsdecode, reader.names.tolist()):
         folder, file = os.path.split(name)
-        if folder not in there:
+        if folder not in files_in:
             path = reader.root / folder
-            there[folder] = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-        if file not in there[folder]:
+            files_in[folder] = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+        if file not in files_in[folder]:
             missing.append(name)
     return missing
 
@@ -140,24 +140,24 @@ def _other(path: Path) -> list[Found]:
     return [Found(path.name, path.name, path, splits)] if any(classes > 1 for classes, _ in splits.values()) else []
 
 
-def report(found: Sequence[Found]) -> str:
+def report(entries: Sequence[Found]) -> str:
     """Format the findings of :func:`check_data`: a table, then remarks, then missing data sets."""
     rows = []
-    for item in found:
-        for split, (classes, images) in item.splits.items():
-            expected_classes, expected_images = item.expected.get(split, (classes, images))
+    for entry in entries:
+        for split, (classes, images) in entry.splits.items():
+            expected_classes, expected_images = entry.expected.get(split, (classes, images))
             rows.append(
                 (
-                    f"{item.name}:{split}" if split else item.name,
+                    f"{entry.name}:{split}" if split else entry.name,
                     f"{classes:,}" + (f" of {expected_classes:,}" if classes != expected_classes else ""),
                     f"{images:,}" + (f" of {expected_images:,}" if images != expected_images else ""),
-                    str(item.folder),
+                    str(entry.folder),
                 )
             )
     header = ("source", "classes", "images", "folder")
     lines = [tabulate(rows, header, tablefmt="plain", disable_numparse=True)]
     for heading, missing in (("Remarks", False), ("Missing", True)):
-        items = [item for item in found if item.remarks and (item.folder is None) == missing]
+        items = [entry for entry in entries if entry.remarks and (entry.folder is None) == missing]
         if items:
-            lines += ["", heading, *(f"- {item.title}: {remark}" for item in items for remark in item.remarks)]
+            lines += ["", heading, *(f"- {entry.title}: {remark}" for entry in items for remark in entry.remarks)]
     return "\n".join(lines)

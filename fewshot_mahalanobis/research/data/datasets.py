@@ -34,9 +34,9 @@ class DataSet:
     Attributes
     ----------
     name, title : str
-        As in ``omniglot:train``, and as in papers.
+        Name in sources, as in ``omniglot:train``, and name in papers.
     places : tuple of (str, str)
-        Where it may lie: a folder below the root, and a glob pattern that its contents match.
+        Folders below the root where it may be, each with a glob pattern that matches its contents.
     splits : dict of str to (int, int)
         Split to its number of classes and of images.
     list_split : callable
@@ -56,7 +56,7 @@ class DataSet:
     torchvision: str = ""
 
     def find(self, root: str | Path) -> Path | None:
-        """The data set's folder below ``root``, if it is there."""
+        """Return the data set's folder below ``root``, or None."""
         for folder, contents in self.places:
             if next((Path(root) / folder).glob(contents), None) is not None:
                 return Path(root) / folder
@@ -100,12 +100,12 @@ def open_source(source: str, *, root: str | Path | None = None, size: int = 84, 
         places = ", ".join(dict.fromkeys(f"{place}/" for place, _ in data_set.places))
         raise FileNotFoundError(f"no {data_set.title} below {root} (looked in {places}). {data_set.how_to_get}")
     listing = data_set.list_split(folder, split)
-    images = {class_name: found for class_name, found in sorted(listing.images.items()) if len(found)}
-    there = f"{source}: {folder} holds images of {len(images)} of its {data_set.splits[split][0]} classes"
+    images = {class_name: files for class_name, files in sorted(listing.images.items()) if len(files)}
+    held = f"{source}: {folder} holds images of {len(images)} of its {data_set.splits[split][0]} classes"
     if len(images) < 2:
-        raise ValueError(f"{there}, and at least 2 are needed. {data_set.how_to_get}")
+        raise ValueError(f"{held}, and at least 2 are needed. {data_set.how_to_get}")
     if len(images) < data_set.splits[split][0]:
-        warnings.warn(f"{there}, so episodes differ from those of the full data set", stacklevel=2)
+        warnings.warn(f"{held}, so episodes differ from those of the full data set", stacklevel=2)
     hierarchy = None
     if name == "omniglot":
         hierarchy = Hierarchy.alphabets(tuple(images))
@@ -120,7 +120,7 @@ def open_source(source: str, *, root: str | Path | None = None, size: int = 84, 
     return ImageSource(
         f"{name}/{split}",
         LazyImages(listing.reader(images), size, workers),
-        np.repeat(np.arange(len(images)), [len(found) for found in images.values()]),
+        np.repeat(np.arange(len(images)), [len(files) for files in images.values()]),
         tuple(images),
         hierarchy,
     )

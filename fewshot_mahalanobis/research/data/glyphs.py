@@ -43,15 +43,15 @@ def draw_glyphs(images_per_class: int = 24, size: int = 84, seed: int = 0) -> Im
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     rng = np.random.default_rng(seed)
     faces = [ImageFont.truetype(str(fonts / f"{name}.ttf"), int(size * 0.7)) for name in TYPEFACES]
-    seen: set[bytes] = {_render("\uffff", faces[0], size).tobytes()}  # the placeholder for a missing character
+    shapes: set[bytes] = {_render("\uffff", faces[0], size).tobytes()}  # the placeholder for a missing character
     characters = []
     for first, last in SCRIPTS:
         for character in map(chr, range(first, last + 1)):
             if unicodedata.category(character)[0] not in "LS" or not character.isprintable():
                 continue
             shape = _render(character, faces[0], size).tobytes()
-            if shape not in seen:  # Latin A, Greek Alpha and Cyrillic A look alike: one class
-                seen.add(shape)
+            if shape not in shapes:  # Latin A, Greek Alpha and Cyrillic A look alike: one class
+                shapes.add(shape)
                 characters.append(character)
     images = np.empty((len(characters) * images_per_class, size, size, 3), np.uint8)
     for index in range(len(images)):

@@ -67,7 +67,7 @@ def sampling_graph(
     """Restrict an acyclic is-a graph, node to children, to the ancestors of ``classes``; collapse nodes with one child.
 
     Meta-Dataset applies it twice: to WordNet for the 1,000 classes of ILSVRC-2012, then to the result for the classes
-    of each split. Of the inner nodes only ``root`` and its descendants are kept, if it is given.
+    of each split. If ``root`` is given, only it and its descendants remain as inner nodes.
     """
     parents: dict[str, set[str]] = {}
     for node, children in graph.items():
@@ -92,10 +92,10 @@ def sampling_graph(
 
 def _reachable(start: Iterable[str], steps: Mapping[str, Set[str]]) -> set[str]:
     """Nodes that can be reached from ``start``, itself included."""
-    seen = set(start)
-    waiting = list(seen)
+    reached = set(start)
+    waiting = list(reached)
     while waiting:
-        new = steps.get(waiting.pop(), set()) - seen
-        seen |= new
+        new = steps.get(waiting.pop(), set()) - reached
+        reached |= new
         waiting.extend(new)
-    return seen
+    return reached

@@ -1,4 +1,4 @@
-"""How each data set lies on disk: one function a layout, from a folder and a split to its classes and images."""
+"""Layouts of the data sets on disk: each is a function from a folder and a split to the classes and their images."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SPLIT_ROOTS = {"train": None, "valid": "n02075296", "test": "n03183080"}
 
 
 def imagenet_hierarchy(folder: Path, split: str, class_names: Sequence[str]) -> Hierarchy | None:
-    """Hierarchy of a split of ILSVRC-2012, from WordNet's is-a file; None without that file."""
+    """Return the hierarchy of a split of ILSVRC-2012, from WordNet's is-a file; None without that file."""
     if not (folder / IS_A).is_file():
         return None
     graph: dict[str, set[str]] = {}
@@ -123,7 +123,7 @@ def aircraft(folder: Path, split: str) -> Listing:
             name, variant = line.strip().split(maxsplit=1)
             if variant in images:
                 images[variant].append((f"data/images/{name}.jpg", boxes[name]))
-    return Listing({name: sorted(found) for name, found in images.items()}, partial(_as_boxes, folder))
+    return Listing({name: sorted(files) for name, files in images.items()}, partial(_as_boxes, folder))
 
 
 def quickdraw(folder: Path, split: str) -> Listing:

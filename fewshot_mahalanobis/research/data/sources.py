@@ -53,16 +53,16 @@ class ImageSource:
     hierarchy: Hierarchy | None = None
 
     def network_input(self, indices: NDArray[np.int64]) -> Tensor:
-        """Images by index (n,), as input of the network: float32 (n, 3, size, size) in [-1, 1]."""
+        """Return images by index (n,) as input of the network: float32 (n, 3, size, size) in [-1, 1]."""
         return to_network_range(torch.from_numpy(self.images[indices]).permute(0, 3, 1, 2))
 
     def indices_of_class(self) -> list[NDArray[np.int64]]:
-        """Image indices of each class, in class order."""
+        """Return the image indices of each class, in class order."""
         order = np.argsort(self.labels, kind="stable")
         return np.split(order, np.cumsum(np.bincount(self.labels, minlength=len(self.class_names)))[:-1])
 
     def in_memory(self) -> ImageSource:
-        """The same source with all images decoded, size^2 x 3 bytes each."""
+        """Return the same source with all images decoded, size^2 x 3 bytes each."""
         return replace(self, images=self.images[:])
 
 
@@ -135,13 +135,13 @@ def class_folders(path: Path) -> dict[str | None, dict[str, list[str]]]:
 
     ValueError if ``path`` is a file but not a zip.
     """
-    found: dict[str | None, dict[str, list[str]]] = {}
+    images: dict[str | None, dict[str, list[str]]] = {}
     for member in _zip_members(path) if path.is_file() else _folder_members(path):
         folders = [part for part in member.split("/")[:-1] if part]
         if folders:
             split = folders[-2] if len(folders) > 1 else None
-            found.setdefault(split, {}).setdefault(folders[-1], []).append(member)
-    return found
+            images.setdefault(split, {}).setdefault(folders[-1], []).append(member)
+    return images
 
 
 def split_from_path(path: str | Path, split: str | None = None) -> tuple[Path, str | None]:

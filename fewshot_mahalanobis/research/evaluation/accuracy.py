@@ -26,7 +26,7 @@ from fewshot_mahalanobis.research.model import EpisodicModel
 class Variant(NamedTuple):
     """One way of using a model: with or without adaptation, and with which head.
 
-    The head that the model was trained with keeps its weights; "mahalanobis" has the settings of the model's config.
+    The head that the model was trained with keeps its weights; "mahalanobis" has the settings in the model's config.
 
     Attributes
     ----------
@@ -57,10 +57,10 @@ class Variant(NamedTuple):
 
 
 class UnadaptedFeatures:
-    """Features of a source's images by the network without adaptation: ``features[indices]`` -> (len(indices), d).
+    """Features of a source's images from the network without adaptation: ``features[indices]`` -> (len(indices), d).
 
-    Each image goes through the network once, when it is first asked for, ``batch_size`` at a time. The features are
-    kept in a temporary file, so memory does not grow with the source.
+    Each image goes through the network once, when its features are first needed, ``batch_size`` at a time. The features
+    are stored in a temporary file, so memory does not grow with the source.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class UnadaptedFeatures:
 
 
 def head_of(model: EpisodicModel, variant: Variant) -> Head[Any]:
-    """Head of a variant, on the model's device.
+    """Return the head of a variant, on the model's device.
 
     ValueError if there is no such head, it has weights and the model was not trained with it, or it has no task
     covariance to leave out.
@@ -122,7 +122,7 @@ def evaluate_source(
     plain_features: UnadaptedFeatures | Tensor | None = None,
     progress: bool = False,
 ) -> dict[Variant, NDArray[np.float64]]:
-    """Accuracy of every variant in every episode.
+    """Measure the accuracy of every variant in every episode.
 
     Parameters
     ----------
@@ -176,9 +176,9 @@ def evaluate_episodes(
     plain_features: UnadaptedFeatures | Tensor | None = None,
     description: str | None = None,
 ) -> dict[Variant, Accuracy]:
-    """Accuracy of every variant over the episodes ``draw(0)`` to ``draw(episodes - 1)``.
+    """Measure the accuracy of every variant over the episodes ``draw(0)`` to ``draw(episodes - 1)``.
 
-    The other arguments are those of :func:`evaluate_source`; ``description`` is the text of a progress bar, and without
+    The other arguments are those of :func:`evaluate_source`. ``description`` is the text of a progress bar; without
     it there is none. ValueError if a variant has no head, see :func:`head_of`.
     """
     variants = tuple(dict.fromkeys(variants))

@@ -12,7 +12,7 @@ _SPLIT = re.compile(r"(?P<name>.+?)(?:[/_](?P<split>train|valid|val|test))?")
 
 
 def data_set_of(source: str) -> tuple[str, str | None]:
-    """Name of a source -> name of its data set, and its split if it has one: "omniglot/test", "cifar100_test"."""
+    """Split the name of a source ("omniglot/test", "cifar100_test") into data set and split, which may be None."""
     match = _SPLIT.fullmatch(source)
     return (match["name"], match["split"]) if match else (source, None)
 
@@ -26,7 +26,7 @@ def check_in_domain(names: Iterable[str], sources: Sequence[str]) -> None:
 
 
 def averages(results: Sequence[Result], in_domain: Iterable[str] | None = None) -> list[Result]:
-    """Means over sources for each number of shots, with their 95 % intervals.
+    """Average over sources for each number of shots, with 95 % intervals.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def averages(results: Sequence[Result], in_domain: Iterable[str] | None = None) 
         Sources of fewer classes than the others have ways are left out.
     in_domain : iterable of str, optional
         Data sets that the model was trained on (their training classes), by name: "omniglot" for the source
-        "omniglot/test". There are then averages of those, of the others, and of all, as in the paper's tables.
+        "omniglot/test". The averages are then over those, over the others and over all, as in the paper's tables.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def over(group: Sequence[Result], title: str, scores: Mapping[str, Accuracy]) ->
 def averaged_groups(
     results: Sequence[Result], in_domain: Iterable[str] | None = None
 ) -> list[tuple[str, list[Result]]]:
-    """Title of each average, and the results it is over."""
+    """Return the title of each average, and the results that it averages."""
     inside = None if in_domain is None else set(in_domain)
     groups: list[tuple[str, list[Result]]] = []
     for protocol, way, shot in _settings(results):
@@ -71,7 +71,7 @@ def averaged_groups(
 
 
 def _settings(results: Sequence[Result]) -> list[tuple[Protocol, int | None, int | None]]:
-    """Protocol, way and shot of each average: fixed episodes of full way by shots, then variable episodes."""
+    """Return protocol, way and shot of each average: full-way fixed episodes by shots, then variable episodes."""
     fixed = [r for r in results if r.protocol == "fixed"]
     full = max((r.way for r in fixed if r.way is not None), default=None)
     shots = sorted({r.shot for r in fixed if r.way == full and r.shot is not None})

@@ -22,28 +22,29 @@ from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
 def headings(
     models: Mapping[str, SimpleCNAPS], variants: Mapping[str, Mapping[str, Variant]]
 ) -> dict[str, dict[str, str]]:
-    """Headings of the columns of several checkpoints: checkpoint to title of a variant to heading.
+    """Return the headings of the columns of several checkpoints, by checkpoint and title of the variant.
 
-    The paper's names of the variants, if it names all of them and each differently. Otherwise the checkpoint's own
-    name, alone for the variant that was trained (its own head, adapted if it adapts), else with the variant's title.
-    ``variants`` are those of each, as :func:`~fewshot_mahalanobis.research.evaluation.report.variants_of` gives them.
+    They are the paper's names of the variants, if it names all of them and each differently. Otherwise they are the
+    name of the checkpoint: alone for the variant that was trained (its own head, adapted if it adapts), and with the
+    variant's title for others. ``variants`` are those of
+    :func:`~fewshot_mahalanobis.research.evaluation.report.variants_of`, by checkpoint.
     """
     methods = {
         name: {title: published_method(model.config, variant) for title, variant in variants[name].items()}
         for name, model in models.items()
     }
-    named = [method for of in methods.values() for method in of.values()]
+    named = [method for by_title in methods.values() for method in by_title.values()]
     if None not in named and len(set(named)) == len(named):
         return cast("dict[str, dict[str, str]]", methods)
     own = {name: Variant(model.config["adaptation"] != "none", model.config["head"]) for name, model in models.items()}
     return {
-        name: {title: name if variant == own[name] else f"{name}, {title}" for title, variant in of.items()}
-        for name, of in variants.items()
+        name: {title: name if variant == own[name] else f"{name}, {title}" for title, variant in by_title.items()}
+        for name, by_title in variants.items()
     }
 
 
 def joined(results: Mapping[str, Sequence[Result]], columns: Mapping[str, Mapping[str, str]]) -> list[Result]:
-    """One result for each source and number of shots, with the columns of all checkpoints.
+    """Join the columns of all checkpoints: one result for each source and number of shots.
 
     Parameters
     ----------
@@ -57,19 +58,19 @@ def joined(results: Mapping[str, Sequence[Result]], columns: Mapping[str, Mappin
     list of Result
         Their ``model`` is empty.
     """
-    found = []
+    rows = []
     for of_source in zip(*results.values(), strict=True):
         scores = {
             columns[name][title]: score
             for name, result in zip(results, of_source, strict=True)
             for title, score in result.scores.items()
         }
-        found.append(replace(of_source[0], model="", scores=scores))
-    return found
+        rows.append(replace(of_source[0], model="", scores=scores))
+    return rows
 
 
 def differences(results: Sequence[Result], base: str, in_domain: Iterable[str] | None = None) -> list[Result]:
-    """How much more accurate each column is than the column ``base``, for each of the averages.
+    """Return how much more accurate than the column ``base`` each column is, for each of the averages.
 
     Parameters
     ----------

@@ -16,10 +16,10 @@ _STEP = 1.25
 
 
 def pooled_curve(results: Sequence[Result], against: str) -> list[Result]:
-    """Accuracy by shots, over the classes of all episodes and sources, or by ways, over all episodes.
+    """Pool accuracies by shots, over the classes of all episodes and sources, or by ways, over all episodes.
 
-    ``against`` is "shot" or "way", the results of the variable protocol. One row for each group of neighbouring
-    numbers, at the rounded mean of the group.
+    ``against`` is "shot" or "way"; the results are from the variable protocol. There is one row for each group of
+    neighbouring numbers, at the rounded mean of the group.
     """
     points: dict[int, dict[str, list[Group]]] = {}
     for result in results:
@@ -38,7 +38,7 @@ def pooled_curve(results: Sequence[Result], against: str) -> list[Result]:
 
 
 def _pooled(groups: Sequence[Group]) -> Accuracy:
-    """Mean and interval of all the groups' accuracies, as if they were one list."""
+    """Return mean and interval of the accuracies of all groups, as if they were one list."""
     _, counts, means, deviations = np.array(groups, dtype=np.float64).T
     n = counts.sum()
     mean = (counts * means).sum() / n
@@ -49,8 +49,8 @@ def _pooled(groups: Sequence[Group]) -> Accuracy:
 def plot_curves(results: Sequence[Result], folder: str | Path) -> list[Path]:
     """Write ``accuracy_by_shot.png`` and ``accuracy_by_way.png`` into a folder, made if absent; returns the files.
 
-    In the variable protocol both, by the shots of classes and the ways of episodes. In the fixed protocol the averages
-    over sources, by shots. All results must be of one protocol.
+    Results of the variable protocol give both, by the shots of classes and the ways of episodes. Results of the fixed
+    protocol give the averages over sources, by shots. All results must have the same protocol.
     """
     from fewshot_mahalanobis.plotting import Figure, plot_accuracy
 

@@ -1,4 +1,4 @@
-"""The methods that ``evaluate --method`` sets beside Simple CNAPS."""
+"""Open the methods that ``evaluate --method`` compares with Simple CNAPS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fewshot_mahalanobis.research.evaluation.accuracy import Variant
 
 
 def open_methods(methods: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Baseline]]:
-    """Methods for a checkpoint's frozen network, and trained methods, both by the headings of their rows.
+    """Open methods for a checkpoint's frozen network, and trained methods, both by the headings of their rows.
 
     Each is a name of ``METHODS`` or the folder of a method that ``meta-train --method`` trained. ValueError if it is
     neither, needs training, or is named twice; CheckpointError if the folder cannot be read.

@@ -77,7 +77,7 @@ class Figure(NamedTuple):
 
 
 def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
-    """The paper's name of a variant of a model with these settings (``SimpleCNAPS.config``), if it has one."""
+    """Return the paper's name of a variant of a model with these settings (``SimpleCNAPS.config``), if it has one."""
     as_trained = variant.head == config["head"] and variant.task_covariance and variant.projection
     if variant.adapt and config["adaptation"] != "none" and not as_trained:
         return None  # its network was not trained with that head
@@ -94,9 +94,9 @@ def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
 
 
 def published_figure(method: str, row: Result) -> Figure | None:
-    """The paper's figure of a method (from :func:`published_method`) for one row of a table, if it has one.
+    """Return the paper's figure of a method (from :func:`published_method`) for one row of a table, if it has one.
 
-    That for an average is of the same data sets in the paper, with the interval of their mean.
+    The figure for an average is over the same data sets in the paper, with the interval of their mean.
     """
     figures = _published()["methods"][method]
     named = []
@@ -106,10 +106,10 @@ def published_figure(method: str, row: Result) -> Figure | None:
             return None
         named.append(name)
     marks = "".join(sorted({mark for _, marks in named for mark in marks}))
-    found = [figures[name] for name, _ in named if name in figures]
-    if len(found) == len(named):
-        half_width = None if None in [f[1] for f in found] else math.hypot(*(f[1] for f in found)) / len(found)
-        return Figure(sum(f[0] for f in found) / len(found), half_width, marks)
+    singly = [figures[name] for name, _ in named if name in figures]
+    if len(singly) == len(named):
+        half_width = None if None in [f[1] for f in singly] else math.hypot(*(f[1] for f in singly)) / len(singly)
+        return Figure(sum(f[0] for f in singly) / len(singly), half_width, marks)
     average = _average_of([name for name, _ in named])
     if average not in figures:
         return None
@@ -118,7 +118,7 @@ def published_figure(method: str, row: Result) -> Figure | None:
 
 
 def _paper_name(source: str, row: Result) -> tuple[str, str] | None:
-    """The paper's name of a source and the marks of what differs; None if the paper does not have it."""
+    """Return the paper's name of a source and the marks of what differs; None if the paper does not have it."""
     data_set, split = data_set_of(source)
     name = _DATA_SETS.get(data_set, _SIMILAR.get(data_set))
     if name is None or split not in (None, "test"):
@@ -131,7 +131,7 @@ def _paper_name(source: str, row: Result) -> tuple[str, str] | None:
 
 
 def _average_of(names: Sequence[str]) -> str:
-    """The average in the paper that is over these data sets, or ""."""
+    """Return the name of the paper's average over these data sets, or ""."""
     inside, outside = _published()["in-domain"], _published()["out-of-domain"]
     known = {"in-domain": inside, "out-of-domain": outside, "overall": inside + outside}
     return next((title for title, sets in known.items() if sorted(sets) == sorted(names)), "")

@@ -33,7 +33,7 @@ from fewshot_mahalanobis.research.model import EpisodicModel
 
 #: Forms of the table of results.
 FORMS: dict[str, Callable[..., str]] = {"markdown": to_markdown, "latex": to_latex, "json": to_json}
-#: A source of no more images is decoded once into memory: 21 kB per image of 84 x 84 pixels.
+#: Sources of at most this many images are decoded once into memory: 21 kB per image of 84 x 84 pixels.
 _IN_MEMORY = 100_000
 
 
@@ -155,13 +155,13 @@ def evaluate(
     """
     settings = Settings() if settings is None else settings
     variants = variants_of(model) if variants is None else variants
-    kept = read_results(file) if file is not None and Path(file).exists() else []
-    by_key = {result.key: result for result in kept}
+    stored = read_results(file) if file is not None and Path(file).exists() else []
+    by_key = {result.key: result for result in stored}
     digest, dtype = _digest(model), choose_dtype(settings.precision, model)
     shots: tuple[int | None, ...] = tuple(dict.fromkeys(settings.shots)) if settings.protocol == "fixed" else (None,)
-    opened, wanted = open_sources(sources, root, model.image_size), []
+    opened, results = open_sources(sources, root, model.image_size), []
     if settings.protocol == "fixed":
-        for source in opened:  # a source too small is told before any work
+        for source in opened:  # fail before any work if a source is too small
             try:
                 FixedEpisodes(source, min(settings.way, len(source.class_names)), max(settings.shots)).draw(0)
             except ValueError as error:
@@ -201,8 +201,8 @@ def evaluate(
                 result = by_key[result.key] = replace(result, scores={**result.scores, **added})
                 if file is not None:
                     write_results(file, list(by_key.values()))
-            wanted.append(replace(result, scores={title: result.scores[title] for title in variants}))
-    return wanted
+            results.append(replace(result, scores={title: result.scores[title] for title in variants}))
+    return results
 
 
 def evaluate_checkpoints(
@@ -222,7 +222,7 @@ def evaluate_checkpoints(
     device: str = "auto",
     form: str = "markdown",
 ) -> str:
-    """Evaluate checkpoints on the same episodes: what the command ``evaluate`` does.
+    """Evaluate checkpoints on the same episodes. The command ``evaluate`` calls this function.
 
     Parameters
     ----------
@@ -235,12 +235,12 @@ def evaluate_checkpoints(
         network without adaptation, or the folder of one that ``meta-train --method`` trained. The table then has a row
         for each method.
     heads : sequence of str
-        Default: of one checkpoint its own, "mahalanobis" and "euclidean"; of several, or beside methods, each one's
-        own.
+        By default, a single checkpoint is evaluated with its own head, "mahalanobis" and "euclidean"; several
+        checkpoints, or checkpoints beside methods, with their own.
     adapt, task_covariance, projection
-        As for :func:`variants_of`. Of several checkpoints only the first is evaluated without adaptation by default.
+        As for :func:`variants_of`. By default only the first of several checkpoints is evaluated without adaptation.
     in_domain : sequence of str, optional
-        Data sets that a checkpoint was trained on, for the averages; known of a single named checkpoint.
+        Data sets that a checkpoint was trained on, for the averages. Known for a single named checkpoint.
     plots : path, optional
         Folder for plots of accuracy against shots and ways.
     device : str
@@ -249,13 +249,14 @@ def evaluate_checkpoints(
     Returns
     -------
     str
-        The table of the results, with averages and, of several checkpoints or methods, differences from the first.
+        The table of the results and averages. With several checkpoints or methods it also has the differences from
+        the first column.
 
     Raises
     ------
     ValueError
-        As for :func:`evaluate`; a method is unknown, not trained or named twice; a domain is of no source; or there is
-        nothing to plot against.
+        As for :func:`evaluate`; a method is unknown, not trained or named twice; a domain belongs to no source; or
+        there is nothing to plot against.
     CheckpointError
         A checkpoint cannot be loaded.
     """
@@ -290,17 +291,16 @@ def evaluate_checkpoints(
         for title, variant in variants[name].items()
         if (method := published_method(model.config, variant)) is not None
     }
-    # The paper's figures of methods that train the network are not of a frozen one.
-    of_methods = {
-        title: METHODS[str(of.head)] for title, of in frozen.items() if not METHODS[str(of.head)].trains_network
-    }
+    # The paper trains the network of other methods, so it has no figures for them on a frozen one.
+    kinds = {title: METHODS[str(variant.head)] for title, variant in frozen.items()}
+    kinds = {title: kind for title, kind in kinds.items() if not kind.trains_network}
     entrants: dict[str, EpisodicModel] = {**models}
     for title, baseline in trained.items():
         entrants[title] = baseline.to(choose_device(device))
         variants[title] = {title: Variant(baseline.head.adaptation != "none", baseline.config["head"])}
         columns[title] = {title: title}
-        of_methods[title] = type(baseline.head)
-    published |= {title: method.paper_title for title, method in of_methods.items() if method.paper_title}
+        kinds[title] = type(baseline.head)
+    published |= {title: method.paper_title for title, method in kinds.items() if method.paper_title}
     variants[first] |= frozen
     columns[first] |= {title: title for title in frozen}
     evaluated = {
@@ -328,7 +328,7 @@ def open_sources(sources: Sequence[str], root: str | Path | None, size: int) -> 
 
 
 def _ways(source: ImageSource, settings: Settings) -> int | None:
-    """Ways of every episode of a source; None if they vary."""
+    """Return the number of ways of every episode of a source; None if it varies."""
     classes = len(source.class_names)
     if settings.protocol == "fixed":
         return min(settings.way, classes)
@@ -336,7 +336,7 @@ def _ways(source: ImageSource, settings: Settings) -> int | None:
 
 
 def _drawing(source: ImageSource, result: Result) -> Callable[[int], Episode]:
-    """Index -> episode, in the settings of a result."""
+    """Return the function from index to episode for the settings of a result."""
     if result.way is None or result.shot is None:
         fewest = min(EVALUATION.min_way, len(source.class_names))
         limits = replace(EVALUATION, min_way=fewest, max_queries=result.queries)
@@ -345,13 +345,13 @@ def _drawing(source: ImageSource, result: Result) -> Callable[[int], Episode]:
 
 
 def _digest_of_source(source: ImageSource) -> str:
-    """Digest of a source's classes and their numbers of images."""
+    """Hash a source's classes and their numbers of images."""
     classes = json.dumps([source.class_names, np.bincount(source.labels).tolist()])
     return hashlib.sha256(classes.encode()).hexdigest()[:16]
 
 
 def _digest(model: EpisodicModel) -> str:
-    """Digest of a model's settings and weights."""
+    """Hash a model's settings and weights."""
     digest = hashlib.sha256(json.dumps(model.config, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())

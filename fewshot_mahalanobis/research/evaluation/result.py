@@ -31,7 +31,7 @@ class Accuracy(NamedTuple):
     ----------
     mean : float
     half_width : float
-        Of its 95 % interval.
+        Half-width of the 95 % interval, as a share of 1.
     episodes : int
     by_episode : tuple of float
         Share of correct queries in each episode; empty for an average over sources.
@@ -51,7 +51,7 @@ class Accuracy(NamedTuple):
 
     @classmethod
     def of(cls, accuracies: NDArray[np.float64]) -> Accuracy:
-        """From one accuracy per episode: 1.96 standard errors, as is usual in the field."""
+        """Make it from one accuracy per episode, with 1.96 standard errors, as is usual in the field."""
         n = len(accuracies)
         return cls(float(accuracies.mean()), float(1.96 * accuracies.std(ddof=1) / math.sqrt(n)) if n > 1 else 0.0, n)
 
@@ -63,7 +63,7 @@ class Accuracy(NamedTuple):
         class_accuracies: NDArray[np.float64],
         shots: NDArray[np.int64],
     ) -> Accuracy:
-        """Accuracy with its parts, from e episodes with c classes altogether.
+        """Make it with its parts, from e episodes with c classes altogether.
 
         Parameters
         ----------
@@ -80,7 +80,7 @@ class Accuracy(NamedTuple):
 
     @classmethod
     def averaged(cls, accuracies: Sequence[Accuracy]) -> Accuracy:
-        """Mean over sources. Their episodes are drawn independently, so the variances of the means add."""
+        """Average over sources. Their episodes are drawn independently, so the variances of the means add."""
         n = len(accuracies)
         mean = float(np.mean([accuracy.mean for accuracy in accuracies]))
         half_width = math.hypot(*(accuracy.half_width for accuracy in accuracies)) / n
@@ -106,7 +106,7 @@ class Result:
     Attributes
     ----------
     source : str
-        Name of the source, or what is averaged.
+        Name of the source; the title of an average.
     way, shot : int, optional
         None where they vary from episode to episode. The number of ways of a source with too few classes to vary is
         that of its classes.
@@ -148,7 +148,7 @@ class Result:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What results of the same model on the same episodes have in common."""
+        """The fields that results of the same model on the same episodes have in common."""
         return tuple(getattr(self, name) for name in _KEY)
 
 
@@ -157,7 +157,7 @@ _KEY = ("source", "protocol", "way", "shot", "queries", "episodes", "seed", "pre
 
 
 def to_record(result: Result) -> dict[str, Any]:
-    """Return a result of a single source as the file of results has it."""
+    """Return the result of a single source as an entry of the file of results."""
     scores = {
         title: {
             "accuracy": accuracy[:3],
@@ -181,7 +181,7 @@ def _from_record(record: dict[str, Any]) -> Result:
 
 
 def read_results(file: str | Path) -> list[Result]:
-    """Results that :func:`write_results` wrote; ValueError if the file holds something else."""
+    """Read results that :func:`write_results` wrote; ValueError if the file holds something else."""
     try:
         return [_from_record(r) for r in msgspec.json.decode(Path(file).read_bytes(), type=list[dict[str, Any]])]
     except msgspec.DecodeError as error:

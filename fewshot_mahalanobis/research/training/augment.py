@@ -1,4 +1,4 @@
-"""Augmentation of training images: each by itself for pre-training, all images of a task alike for meta-training."""
+"""Augmentation of training images: one at a time for pre-training, all images of a task alike for meta-training."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def augment_task(images: Tensor, size: int, grey: bool, rng: np.random.Generator
 
 
 def camera_task(images: Tensor, size: int, rng: np.random.Generator) -> Tensor:
-    """Change the photographs (n, 3, h, w) of a task as cameras do: (n, 3, size, size), channels last in memory.
+    """Change the photographs (n, 3, h, w) of a task in the way cameras do: (n, 3, size, size), channels last in memory.
 
-    How much is drawn for the task, and then for each image by itself, support and query alike: crop, mirror, contrast,
-    brightness and white balance. For some tasks all images are less sharp, compressed by JPEG, or grey. Values are in
-    [-1, 1].
+    Crop, mirror, contrast, brightness and white balance are drawn for each image, support and query alike; how much
+    they vary is drawn once for the task. For some tasks all images are less sharp, compressed by JPEG, or grey. Values
+    are in [-1, 1].
     """
     generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
     pixels = ((images + 1) * 127.5).round().byte().permute(0, 2, 3, 1)

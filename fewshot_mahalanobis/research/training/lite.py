@@ -23,21 +23,22 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 
 def lite_logits(
-    model: SimpleCNAPS, support_images: Tensor, support_labels: Tensor, query_images: Tensor, size: int
+    model: SimpleCNAPS, support_images: Tensor, support_labels: Tensor, query_images: Tensor, subset_size: int
 ) -> Tensor:
     """Logits (m, k) of ``model(support_images, support_labels, query_images)``, with LITE's gradient.
 
-    Images are (n, 3, h, w) and (m, 3, h, w) in [-1, 1], the support set in random order: its first ``size`` are the
-    subset H. ``size`` is the chunk size elsewhere; with n or more the gradient is exact.
+    Images are (n, 3, h, w) and (m, 3, h, w) in [-1, 1], the support set in random order: its first
+    ``subset_size`` are the subset H. Other images are processed in batches of that size. The gradient is exact if H is
+    the whole support set.
     """
     extractor = model.feature_extractor
-    film = model.film_parameters(support_images, size, support_labels=support_labels, query_images=query_images)
-    subset = extractor(support_images[:size], film)
+    film = model.film_parameters(support_images, subset_size, support_labels=support_labels, query_images=query_images)
+    subset = extractor(support_images[:subset_size], film)
     scale = len(support_images) / len(subset)
     subset = subset.detach() + scale * (subset - subset.detach())
     with torch.no_grad():
-        rest = [extractor(chunk, film) for chunk in support_images[size:].split(size) if len(chunk)]
-    queries = [recomputed(extractor, chunk, film) for chunk in query_images.split(size)]
+        rest = [extractor(batch, film) for batch in support_images[subset_size:].split(subset_size) if len(batch)]
+    queries = [recomputed(extractor, batch, film) for batch in query_images.split(subset_size)]
     support_features, query_features = torch.cat([subset, *rest]), torch.cat(queries)
     if model.projection is not None:
         support_features, query_features = model.projection(support_features), model.projection(query_features)

@@ -1,7 +1,7 @@
 """Meta-training: the adaptation networks learn from episodes, the backbone stays frozen.
 
 Bateni et al., CVPR 2020, appendix "Experimental details": 110,000 tasks, 16 a step, Adam at 5e-4, and an L2 penalty of
-0.001 on the scales of the FiLM generator. Checkpoints are validated every 10,000 tasks, and the best one is kept.
+0.001 on the scales of the FiLM generator. Checkpoints are validated every 10,000 tasks, and the best one is saved.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Made = TypeVar("Made", SimpleCNAPS, Baseline)
 def scale_features_(model: SimpleCNAPS | Baseline, factor: float) -> None:
     """Multiply the backbone's features, adapted or not, by ``factor``, by rescaling layer 4.
 
-    Equation 3 adds beta I, which presumes a feature scale; that of a supervised backbone is arbitrary, because its
+    Equation 3 adds beta I, which presumes a feature scale. The scale of a supervised backbone is arbitrary, because its
     linear classifier adjusts to any.
     """
     first, second = cast(FilmResNet18, model.feature_extractor).blocks[-1]
@@ -83,12 +83,12 @@ def validation_due(step: int, recipe: MetaTrainRecipe) -> bool:
 
 
 def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
-    """Make what a recipe trains: Simple CNAPS or a method, on a backbone, with random or given adaptation networks.
+    """Make the model that a recipe trains, Simple CNAPS or a method, with random or given adaptation networks.
 
     The backbone is trained too if the method does so. ValueError if ``model`` has an unknown setting or nothing to
     train, or ``init`` is a checkpoint of another model.
     """
-    # A name of ours is that of a checkpoint even where timm has it too.
+    # A name in CHECKPOINTS always means that checkpoint, even if timm has a network of the same name.
     by_name = recipe.backbone == LITE0 or (recipe.backbone not in CHECKPOINTS and is_pretrained_name(recipe.backbone))
     if recipe.method is not None:
         if by_name or recipe.init is not None or recipe.lite is not None:
@@ -108,11 +108,13 @@ def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
     if not by_name:
         _load_resnet18(model, recipe)
     elif recipe.feature_scale != 1:
-        raise ValueError("feature_scale is for the FiLM ResNet18; of another network set model.beta")
+        raise ValueError("feature_scale is for the FiLM ResNet18; for another network set model.beta")
     if recipe.init is not None:
         before = load_checkpoint(recipe.init)
         if _of_adaptation(before) != _of_adaptation(model):
-            raise ValueError(f"the checkpoint {recipe.init!r} is of another model: {before.config}, not {model.config}")
+            raise ValueError(
+                f"the checkpoint {recipe.init!r} belongs to another model: {before.config}, not {model.config}"
+            )
         start = {name: x for name, x in before.state_dict().items() if not name.startswith("feature_extractor.")}
         model.load_state_dict({**model.state_dict(), **start})
     return CNAPSLearner(model, recipe.lite, recipe.learn_scale)
@@ -135,14 +137,17 @@ def _load_resnet18(model: SimpleCNAPS | Baseline, recipe: MetaTrainRecipe) -> No
 
 @torch.no_grad()
 def _frozen_logits(model: EpisodicModel, task: Task, dtype: torch.dtype) -> Tensor:
-    """Logits (m, k) of a task's queries by the network without adaptation."""
+    """Logits (m, k) of a task's queries from the network without adaptation."""
     network = model.with_film(None, dtype)
     fitted = FittedHead.fit(model.head, Features(network.features(task.support_images)), task.support_labels)
     return fitted.logits(network.features(task.query_images))
 
 
 def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
-    """Settings that fix the weights which a run can start from; a feature encoder starts from zero if there is none."""
+    """Return the settings that determine the shapes of the weights that ``init`` provides.
+
+    A feature encoder that the checkpoint lacks starts from zero.
+    """
     others = {"head", "scale", "beta", "image_size", "frozen_features"}
     settings = {name: value for name, value in model.config.items() if name not in others}
     if isinstance(network := settings.get("backbone"), dict):

@@ -59,7 +59,7 @@ TEACHER_WEIGHT = 4.0
 class TrainingImages(Dataset[tuple[Tensor, Tensor, Tensor]]):
     """Augmented images, labels and quarter turns, by number.
 
-    A pure function of (recipe, number), so that any worker can prepare them. Step ``i`` begins with number
+    Each is a pure function of (recipe, number), so that any worker can prepare it. Step ``i`` begins with number
     ``i * batch_size``. Every epoch is a permutation of all images, without those that do not fill a batch.
     """
 
@@ -109,7 +109,7 @@ def _seed(*parts: int) -> int:
 
 
 def learning_rate(step: int, steps: int, recipe: PretrainRecipe) -> float:
-    """Learning rate: linear warm-up to the peak, then half a cosine to zero."""
+    """Return the learning rate of a step: linear warm-up to the peak, then half a cosine to zero."""
     warm = max(1, round(recipe.warmup * steps))
     if step < warm:
         return recipe.peak_lr * (step + 1) / warm
@@ -117,7 +117,7 @@ def learning_rate(step: int, steps: int, recipe: PretrainRecipe) -> float:
 
 
 def class_loss(outputs: Tensor, labels: Tensor, recipe: PretrainRecipe) -> Tensor:
-    """Cross-entropy of outputs (n, positions, classes): of their mean, or its mean if the recipe is dense."""
+    """Cross-entropy of outputs (n, positions, classes) averaged over positions; if dense, mean over all positions."""
     if recipe.dense:
         labels = labels[:, None].expand(-1, outputs.shape[1])
         return F.cross_entropy(outputs.mT, labels, label_smoothing=recipe.label_smoothing)
@@ -330,7 +330,7 @@ class NearestMean:
         self._episodes = [sampler.draw(index) for index in range(episodes)]
 
     def accuracy(self, backbone: FilmResNet18, device: torch.device) -> float:
-        """Mean over the episodes, as a share of 1. Leaves the backbone in evaluation mode."""
+        """Return the mean accuracy over the episodes, as a share of 1. Leaves the backbone in evaluation mode."""
         features = self._features(backbone.eval(), device)
         correct = []
         for episode in self._episodes:

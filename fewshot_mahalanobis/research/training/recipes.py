@@ -164,15 +164,15 @@ class MetaTrainRecipe(_Checked):
     augment : bool
         Augment every task (:func:`~fewshot_mahalanobis.research.training.augment.augment_task`).
     camera : bool
-        With ``augment``, change half of the tasks of photographs as cameras do instead
+        With ``augment``, change half of the tasks of photographs in the way cameras do instead
         (:func:`~fewshot_mahalanobis.research.training.augment.camera_task`).
     phases : tuple of (float, int)
         Share of training, side of its images in pixels; empty: the model's image size throughout.
     sizes : tuple of int
         Draw the side of each task's images from these, in pixels, instead of following ``phases``.
     floor : float
-        Add this factor times what the loss exceeds that of the network without adaptation, so that adapting does not
-        lose where the network is right as it is.
+        Weight of the excess of the loss over the loss of the network without adaptation, added to the loss: adapting
+        should not do harm where the network already gives the right answer.
     lite : int, optional
         LITE: back-propagate through this many random support images per task, to bound memory
         (:mod:`~fewshot_mahalanobis.research.training.lite`).
@@ -285,14 +285,14 @@ def _read_settings(file: Path) -> Mapping[str, Any]:
     form = "JSON" if file.suffix == ".json" else "TOML"
     decode = msgspec.json.decode if form == "JSON" else msgspec.toml.decode
     try:
-        found = decode(file.read_bytes())
+        settings = decode(file.read_bytes())
     except ImportError as error:
         raise ImportError('reading TOML needs tomli: pip install "fewshot-mahalanobis[training]"') from error
     except ValueError as error:
         raise ValueError(f"{file} is not {form}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ValueError(f"{file} holds no settings by name")
-    return found
+    return settings
 
 
 def _parse_assignment(assignment: str) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ GLYPHS = "glyphs"
 
 
 def start_processes(device: str) -> Accelerator:
-    """Accelerate's view of this process: its device, and its rank among those that a launcher started.
+    """Return Accelerate's description of this process: its device, and its rank among those that a launcher started.
 
     ``device`` is "auto" (a GPU where there is one) or "cpu", else ValueError. ImportError if Accelerate is not
     installed.
@@ -43,12 +43,12 @@ def start_processes(device: str) -> Accelerator:
             from accelerate import Accelerator
     except ImportError as error:
         raise ImportError(f'training needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
-    # Without "cpu" each process would train alone. The recipe sets the precision, not the launcher.
+    # Without ``cpu`` each process would train alone. The recipe sets the precision, not the launcher.
     return Accelerator(cpu=choose_device(device).type == "cpu", mixed_precision="no")
 
 
 def shared_out(total: int, name: str, accelerator: Accelerator) -> int:
-    """Share of ``total`` that each process does in a step; ValueError if it cannot be divided evenly."""
+    """Return the share of ``total`` that each process does in a step; ValueError if it cannot be divided evenly."""
     share, rest = divmod(total, accelerator.num_processes)
     if rest:
         raise ValueError(f"{name} = {total} cannot be divided between {accelerator.num_processes} processes")
@@ -56,7 +56,7 @@ def shared_out(total: int, name: str, accelerator: Accelerator) -> int:
 
 
 def resnet18_weights(backbone: str) -> dict[str, Tensor]:
-    """Weights of the FiLM ResNet18: of a file that ``pretrain`` wrote, or of a checkpoint with that network."""
+    """Read the weights of the FiLM ResNet18 from a file that ``pretrain`` wrote, or from a checkpoint."""
     from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
     if backbone.endswith(".safetensors"):
@@ -113,7 +113,7 @@ class RunFolder:
         self._writer: Any = None
         recipe = json.loads(json.dumps(recipe))
         file = self.path / "recipe.json"
-        if (self.path / "log.jsonl").exists():  # else no step was made: a mistaken command does not block its folder
+        if (self.path / "log.jsonl").exists():  # before the first step, a mistaken command does not block its folder
             before = json.loads(file.read_text())
             changed = sorted(k for k in recipe.keys() | before.keys() if recipe.get(k) != before.get(k))
             if changed:
@@ -174,7 +174,7 @@ def _tensorboard_writer() -> Any:
 
 
 def image_size_at(done: float, phases: Sequence[tuple[float, int]]) -> int:
-    """Side of the training images after the share ``done`` (0 to 1) of the training."""
+    """Return the side of the training images, in pixels, after the share ``done`` (0 to 1) of the training."""
     end = 0.0
     for share, size in phases:
         end += share

@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 
 def training_episodes(source: ImageSource, recipe: MetaTrainRecipe) -> Episodes:
-    """Sampler of a recipe's training episodes."""
+    """Make the sampler of a recipe's training episodes."""
     if recipe.episodes == "variable":
         limits = replace(TRAINING, max_way=recipe.max_way, max_support=recipe.max_support, max_queries=recipe.queries)
         return VariableEpisodes(source, limits, seed=recipe.seed)
@@ -49,7 +49,7 @@ def training_episodes(source: ImageSource, recipe: MetaTrainRecipe) -> Episodes:
 
 
 def validation_episodes(source: ImageSource, recipe: MetaTrainRecipe) -> Episodes:
-    """Sampler of a recipe's validation episodes: Meta-Dataset's for evaluation, or N-way K-shot.
+    """Make the sampler of a recipe's validation episodes: Meta-Dataset's for evaluation, or N-way K-shot.
 
     The seed is always 0, so that runs can be compared.
     """

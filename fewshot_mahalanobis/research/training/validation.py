@@ -1,4 +1,4 @@
-"""Validation in meta-training: a checkpoint is the best so far if it is better on at least half of the sources.
+"""Validation in meta-training: a checkpoint becomes the best one if it is better on at least half of the sources.
 
 Bateni et al., CVPR 2020, appendix "Experimental details"; the rule is the published code's, after CNAPS (Requeima et
 al., NeurIPS 2019). Accuracies of different data sets are not comparable, so sources vote instead of being averaged.
@@ -36,7 +36,7 @@ def validate(
     workers: int = 0,
     progress: bool = True,
 ) -> dict[str, float]:
-    """Mean accuracy on every source, by name, as a share of 1; the processes share the episodes.
+    """Return the mean accuracy on every source, by name, as a share of 1; the processes share the episodes.
 
     ``model`` must be identical in every process; the result does not depend on their number. ``workers`` processes
     decode images, per process of the run.

@@ -384,7 +384,7 @@ def test_meta_training_starts_from_the_adaptation_networks_it_is_given(folder, b
     for (name, value), before in zip(second.named_parameters(), first.parameters(), strict=True):
         torch.testing.assert_close(value, before, rtol=1e-3, atol=1e-4, msg=name)
     other = meta_recipe(folder, backbone, init=recipe.init, model={"image_size": 32, "adaptation": "auto-regressive"})
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         meta_train(other, tmp_path / "third", device="cpu", progress=False)
 
 
