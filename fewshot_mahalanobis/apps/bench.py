@@ -37,7 +37,7 @@ class Neighbour(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is said of one picture."""
+    """The answer for one picture."""
 
     label: str  # the most probable class, whether or not the picture is of one
     unknown: bool  # always False where no class has two pictures: the threshold is found by leaving one out
@@ -223,7 +223,7 @@ class Bench:
         if self.classifier is None or not self.queries:
             self.answers, self._usefulness = [], []
             return
-        found = self.classifier.predict_all(self.queries)
+        predictions = self.classifier.predict_all(self.queries)
         names = [str(label) for label in self.classifier.classes_]
         self.answers = [
             Answer(
@@ -234,10 +234,10 @@ class Bench:
                 self._neighbours(self.classifier, features),
             )
             for row, unknown, features, picture in zip(
-                found.probabilities, found.unknown, found.features, self.queries, strict=True
+                predictions.probabilities, predictions.unknown, predictions.features, self.queries, strict=True
             )
         ]
-        self._usefulness = most_useful(found.probabilities, found.features, len(self.queries)).tolist()
+        self._usefulness = most_useful(predictions.probabilities, predictions.features, len(self.queries)).tolist()
 
     def _neighbours(self, classifier: SimpleCNAPSClassifier, query: NDArray[np.float32]) -> list[Neighbour]:
         """Support images whose features are nearest to those of the query (d,)."""

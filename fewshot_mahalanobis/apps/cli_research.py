@@ -167,8 +167,8 @@ def meta_train(
 
 def _recipe(kind: type[Recipe], config: Path | None, assignments: list[str] | None, **options: Any) -> Recipe:
     """Make a recipe from the config file; --set overrides it, and other options override both."""
-    given = {name: getattr(value, "value", value) for name, value in options.items() if value not in (None, [])}
-    return read_recipe(kind, config, assignments or (), given)
+    settings = {name: getattr(value, "value", value) for name, value in options.items() if value not in (None, [])}
+    return read_recipe(kind, config, assignments or (), settings)
 
 
 def evaluate(

@@ -46,12 +46,12 @@ def run_demo(
     start = time.perf_counter()
     classifier = SimpleCNAPSClassifier(checkpoint).fit(example.support, example.labels)
     fitted = time.perf_counter()
-    said = classifier.predict_all(example.queries)
+    predictions = classifier.predict_all(example.queries)
     done = time.perf_counter()
-    right = int((said.labels == example.truth).sum())
+    right = int((predictions.labels == example.truth).sum())
     say(f"  fitted in {fitted - start:.1f} s (loading the network included)")
     say(f"  {right} of {len(example.truth)} other pieces classified correctly, in {done - fitted:.1f} s:")
-    for truth, label, row in zip(example.truth, said.labels, said.probabilities, strict=True):
+    for truth, label, row in zip(example.truth, predictions.labels, predictions.probabilities, strict=True):
         say(f"    {label} ({row.max():.0%})" + ("" if label == truth else f", which is wrong: {truth}"))
     figure = Figure()  # not pyplot's: no window, whatever the backend
     plot_task(classifier, example.support, example.labels, example.queries, example.truth, figure=figure)
@@ -76,7 +76,7 @@ def compare(
     squares = np.stack([to_square_array(Image.fromarray(image), model.image_size) for image in images])
     source = ImageSource("digits", squares, targets, tuple(map(str, range(WAY))))
     adapted, plain = Variant(True, model.config["head"]), Variant(False, model.config["head"])
-    found = evaluate_source(
+    by_variant = evaluate_source(
         model,
         source,
         (adapted, plain),
@@ -95,7 +95,7 @@ def compare(
         nearest = torch.cdist(pixels[episode.query], means).argmin(1)
         raw.append(float((nearest == torch.from_numpy(episode.query_labels)).double().mean()))
     return {
-        "Simple CNAPS, adapted": Accuracy.of(found[adapted]),
-        "the same network without adaptation": Accuracy.of(found[plain]),
+        "Simple CNAPS, adapted": Accuracy.of(by_variant[adapted]),
+        "the same network without adaptation": Accuracy.of(by_variant[plain]),
         "nearest class mean of raw pixels": Accuracy.of(np.array(raw)),
     }

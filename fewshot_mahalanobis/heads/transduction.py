@@ -48,7 +48,7 @@ def soft_k_means(logits: Tensor, refined: Callable[[Tensor], Tensor], min_steps:
     Parameters
     ----------
     logits : Tensor of shape (m, k)
-        Of the classes as the support set has them.
+        Logits before any refinement, from the support set alone.
     refined : callable
         Logits (m, k) by classes estimated with the queries, from their logits (m, k) before.
     min_steps, max_steps : int
@@ -109,9 +109,10 @@ def weighted_refinement(
     queries: Tensor,
     weights: Weights,
 ) -> Refinement:
-    """The refinement of the Mahalanobis head: weighted means and covariances.
+    """Return the refinement of the Mahalanobis head: weighted means and covariances.
 
-    Of a support set x (n, d), its labels one-hot (n, k), and queries (m, d), whose weights (m, k) follow from logits.
+    It reads the support set x (n, d) with one-hot labels (n, k), and queries (m, d), whose weights (m, k) follow from
+    their logits.
     """
     everything = torch.cat([x, queries])
     return lambda logits: (
