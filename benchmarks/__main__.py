@@ -24,6 +24,7 @@ PAGES = {
         "checkpoints",
         "head",
         "streaming",
+        "photographs",
         "scaling",
         "export",
         "compile",

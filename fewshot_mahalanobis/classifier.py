@@ -28,7 +28,7 @@ from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
+from fewshot_mahalanobis.networks.task import MAX_CPU_PIXELS, AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.support_set.calibration import check_settings
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
@@ -46,8 +46,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
 
     Images are a list of file paths, PIL images, arrays (h, w, 3) or (h, w), tensors (3, h, w), or a mixture, each of
     its own size; an array (n, h, w, 3) or (n, h, w); or a tensor (n, 3, h, w) or (n, 1, h, w). Arrays and tensors are
-    uint8, or float in [0, 1]. EXIF orientation is applied, transparent pixels become white, and each image is resized
-    to a square.
+    uint8, or float in [0, 1]. EXIF orientation and colour profile are applied, transparent pixels become white, and
+    each image is resized to a square.
 
     Parameters
     ----------
@@ -287,11 +287,15 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             yield features
 
     def _query_batches(self, X: Any, name: str) -> ImageBatches:
-        return self._batches(X, self.model_.image_size, name, ahead=self.device_.type != "cpu")
+        batches = self._batches(X, self.model_.image_size, name)
+        if self.device_.type == "cpu":  # as many as the network takes at a time, so that it soon has the first
+            batches.batch_size = min(batches.batch_size, max(1, MAX_CPU_PIXELS // batches.size**2))
+            batches.ahead = None
+        return batches
 
-    def _batches(self, X: Any, size: int, name: str, ahead: bool = True) -> ImageBatches:
+    def _batches(self, X: Any, size: int, name: str) -> ImageBatches:
         progress = name if self.verbose else None
-        return ImageBatches(X, size, batch_size=self.batch_size, n_jobs=self.n_jobs, ahead=ahead, progress=progress)
+        return ImageBatches(X, size, batch_size=self.batch_size, n_jobs=self.n_jobs, progress=progress)
 
     @property
     def _n_features_out(self) -> int:  # for the names that set_output and get_feature_names_out give

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.decode import ImageBatches, ImageError
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
-#: Images in work at a time.
-_BATCH = 64
+#: Images in work at a time: few, as the classifier waits for the first of them.
+_BATCH = 16
 
 
 class UnreadableImages(ValueError):
@@ -59,14 +64,20 @@ def fit_files(
     UnreadableImages
         Images cannot be read and ``skip_errors`` is False, or no image of a class can be read.
     """
+    checkpoint = classifier.checkpoint
+    model = checkpoint if isinstance(checkpoint, SimpleCNAPS) else load_checkpoint(checkpoint)
     problems: dict[Path, str] = {}
-    for _ in _batches(paths, 84, problems, "reading").decoded():
-        pass
+    pixels, readable = list[NDArray[np.uint8]](), list[str]()
+    for batch in _batches(paths, model.image_size, problems, "reading").decoded():
+        pixels += [*batch.pixels]
+        readable += [labels[index] for index in batch.indices]
     _check(problems, len(paths), skip_errors)
-    readable = [(path, label) for path, label in zip(paths, labels, strict=True) if path not in problems]
-    if lost := sorted(set(labels) - {label for _, label in readable}):
+    if lost := sorted(set(labels) - set(readable)):
         raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
-    classifier.fit([path for path, _ in readable], [label for _, label in readable])
+    try:
+        classifier.set_params(checkpoint=model).fit(pixels, readable)
+    finally:
+        classifier.set_params(checkpoint=checkpoint)
     return problems
 
 

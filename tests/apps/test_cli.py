@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from typer.testing import CliRunner
 
 import fewshot_mahalanobis
@@ -193,6 +193,23 @@ def test_unreadable_images_stop_a_command_which_lists_them_all_and_writes_nothin
         assert "error: 2 of 11 images cannot be read" in result.stderr
         assert "--skip-errors" in result.stderr
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("command", ["fit", "predict", "sort"])
+def test_every_command_decodes_a_file_once(command, checkpoint, model, photos, tmp_path, monkeypatch):
+    decoded = list[str]()
+    load = ImageFile.ImageFile.load
+
+    def counted(image):
+        decoded.extend([image.fp.name] if image.tile else [])
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted)
+    if command == "fit":
+        run("fit", photos, "-o", tmp_path / "m", "--checkpoint", checkpoint, "--unknown-label", "other", "--report")
+    else:
+        run(command, model, photos, *(["-o", tmp_path / "sorted"] if command == "sort" else ["--proba"]))
+    assert sorted(decoded) == sorted(str(path) for path in photos.glob("*/*.png"))
 
 
 def test_unreadable_images_are_skipped_on_request_and_listed_with_status_3(spoilt, checkpoint, model, photos, tmp_path):

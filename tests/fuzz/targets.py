@@ -15,7 +15,7 @@ from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, save_checkpoint
-from fewshot_mahalanobis.images import decode as images_module
+from fewshot_mahalanobis.images import picture as images_module
 from fewshot_mahalanobis.images.decode import ImageBatches, ImageError, read_square_array
 
 SIDE = 16

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fewshot_mahalanobis.checkpoints import classifier_file
-from fewshot_mahalanobis.images import decode as images_module
+from fewshot_mahalanobis.images import picture as images_module
 from tests.fuzz.targets import TARGETS
 
 

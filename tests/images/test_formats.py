@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image, features
 
 from fewshot_mahalanobis import load_folder
-from fewshot_mahalanobis.images import decode as images
 from fewshot_mahalanobis.images import formats
+from fewshot_mahalanobis.images import picture as images
 from fewshot_mahalanobis.images.decode import ImageBatches, ImageError, read_square_array
 from fewshot_mahalanobis.images.formats import image_suffixes, starts_as_image
 

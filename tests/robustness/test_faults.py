@@ -136,7 +136,7 @@ def test_an_interrupt_signal_while_images_are_decoded_ends_the_threads_and_chang
 ) -> None:
     classifier, queries = tiny_classifier(batch_size=4), pictures(40, 2)
     before, answer, threads = fitted_state(classifier), classifier.predict(queries), threading.active_count()
-    decode = images_module._decode_item
+    decode = images_module.read_item
 
     def interrupting(item: Any, index: int, *rest: Any) -> Any:
         if index == 9:
@@ -145,7 +145,7 @@ def test_an_interrupt_signal_while_images_are_decoded_ends_the_threads_and_chang
 
     labels = [["a", "b"][i % 2] for i in range(40)]
     with monkeypatch.context() as patch:
-        patch.setattr(images_module, "_decode_item", interrupting)
+        patch.setattr(images_module, "read_item", interrupting)
         with pytest.raises(KeyboardInterrupt):
             getattr(classifier, method)(queries, *([labels] if "fit" in method else []))
     gc.collect()

@@ -139,21 +139,27 @@ def assert_the_same(tensor: torch.Tensor, shown: torch.Tensor) -> None:
 def test_every_odd_file_gives_the_right_picture_from_its_path(pictures: list[Path], shown: torch.Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_the_same(tensor_of(pictures), shown)
-        assert_the_same(tensor_of([os.fspath(path) for path in pictures]), shown)
+        warnings.filterwarnings("default", "image .*damaged profile.png.*: its colour profile is damaged", UserWarning)
+        with pytest.warns(UserWarning, match="damaged profile.png"):
+            assert_the_same(tensor_of(pictures), shown)
+        with pytest.warns(UserWarning, match="damaged profile.png"):
+            assert_the_same(tensor_of([os.fspath(path) for path in pictures]), shown)
 
 
+@pytest.mark.filterwarnings("ignore:.*its colour profile is damaged")
 def test_a_path_that_is_bytes_inside_is_read(pictures: list[Path], shown: torch.Tensor) -> None:
     entries = {entry.name: entry for entry in os.scandir(os.fsencode(pictures[0].parent))}
     assert_the_same(tensor_of([entries[os.fsencode(name)] for name in PICTURES]), shown)
 
 
+@pytest.mark.filterwarnings("ignore:.*its colour profile is damaged")
 def test_every_odd_file_gives_the_right_picture_as_a_lazily_opened_image(
     pictures: list[Path], shown: torch.Tensor
 ) -> None:
     assert_the_same(tensor_of([Image.open(path) for path in pictures]), shown)
 
 
+@pytest.mark.filterwarnings("ignore:its colour profile is damaged")
 @pytest.mark.parametrize("archive", [False, True], ids=["folder", "zip"])
 def test_every_odd_file_gives_the_right_picture_from_a_source(
     archive: bool, pictures: list[Path], shown: torch.Tensor, tmp_path: Path
@@ -186,6 +192,7 @@ def predict(classifier: SimpleCNAPSClassifier, monkeypatch: pytest.MonkeyPatch) 
     return lambda *arguments: CliRunner().invoke(app, ["predict", "model", "--", *map(os.fspath, arguments)])
 
 
+@pytest.mark.filterwarnings("ignore:.*its colour profile is damaged")
 def test_every_odd_file_is_classified_by_the_command(
     pictures: list[Path], classifier: SimpleCNAPSClassifier, predict: Callable[..., Any]
 ) -> None:

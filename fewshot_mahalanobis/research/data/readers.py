@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from fewshot_mahalanobis.images.decode import MAX_PIXELS, check_header, decode_batches, to_square_array
+from fewshot_mahalanobis.images.decode import decode_batches, to_square_array
 from fewshot_mahalanobis.images.formats import open_image
+from fewshot_mahalanobis.images.picture import MAX_PIXELS, check_header
 
 #: Maximum size of a zip member in bytes: the largest accepted image, uncompressed (178,956,970 pixels x 3).
 _MAX_MEMBER_SIZE = 2**29
@@ -28,7 +29,7 @@ _BATCH = 256
 
 
 class Reader(Protocol):
-    """Index -> PIL image."""
+    """Index -> PIL image, which may be opened lazily."""
 
     def __len__(self) -> int:
         """Number of images."""
@@ -131,15 +132,12 @@ class ImageFiles:
         return len(self.names)
 
     def __call__(self, index: int) -> Image.Image:
-        """Image ``index``, decoded."""
-        # Pillow memory-maps some files that it opens by name, which hides truncation, so open it here.
-        with (self.root / os.fsdecode(self.names[index])).open("rb") as file, open_image(file, MAX_PIXELS) as image:
-            check_header(image)
-            image.load()
-            whole: Image.Image = image
-            if self.boxes is not None:
-                whole = image.crop(tuple(self.boxes[index].tolist()))
-            return ImageOps.invert(whole.convert("RGB")) if self.negative else whole
+        """Image ``index``, opened; decoded if it is cropped or inverted."""
+        image = open_image(io.BytesIO((self.root / os.fsdecode(self.names[index])).read_bytes()), MAX_PIXELS)
+        check_header(image)
+        if self.boxes is not None:
+            image = image.crop(tuple(self.boxes[index].tolist()))
+        return ImageOps.invert(image.convert("RGB")) if self.negative else image
 
     def describe(self, index: int) -> str:
         """Location of image ``index``, for messages."""
@@ -158,13 +156,10 @@ class ZipMembers:
         return len(self.names)
 
     def __call__(self, index: int) -> Image.Image:
-        """Image ``index``, decoded."""
+        """Image ``index``, opened."""
         if self._opened is None or self._opened[0] != os.getpid():  # forked processes share the file position
             self._opened = os.getpid(), zipfile.ZipFile(self.path)
-        image = open_image(io.BytesIO(_member(self._opened[1], self.names[index].decode())), MAX_PIXELS)
-        check_header(image)
-        image.load()
-        return image
+        return open_image(io.BytesIO(_member(self._opened[1], self.names[index].decode())), MAX_PIXELS)
 
     def describe(self, index: int) -> str:
         """Location of image ``index``, for messages."""

@@ -1,0 +1,193 @@
+"""A collection of images: what is one, what is wrong with its items, and one item of it as a square.
+
+A collection is any of
+
+- a list of file paths (``str`` or ``Path``), PIL images, arrays (h, w, 3) or (h, w), tensors (3, h, w) or
+  (1, h, w), or a mixture, each of its own size; a one-dimensional array or a pandas Series of such items too;
+- an array (n, h, w, 3) or (n, h, w), or a tensor (n, 3, h, w) or (n, 1, h, w): uint8, bool, or float
+  in [0, 1].
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageFile
+from torch import Tensor
+
+from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.picture import (
+    Square,
+    check_header,
+    path_problem,
+    read_square,
+    reason,
+    size_problem,
+    to_square,
+)
+from fewshot_mahalanobis.images.ranges import unit_to_eight_bits
+
+#: Channels of an array image: grey, RGB, or RGB with opacity.
+_CHANNELS = (1, 3, 4)
+
+
+def checked_collection(images: Any) -> Sequence[Any]:
+    """Return a collection of images as a sequence; ImageError if it is none, or empty."""
+    if isinstance(images, Image.Image | str | os.PathLike):
+        if isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112 (pathlib raises for some)
+            raise ImageError(f"{str(images)!r} is a folder: pass the list of its image files")
+        raise ImageError(f"got a single image ({describe(images)}): wrap it in a list")
+    if hasattr(images, "to_numpy"):  # a pandas Series of paths, say
+        images = images.to_numpy()
+    if isinstance(images, np.ndarray) and images.dtype.kind in "OUT" and images.ndim == 1:
+        images = images.tolist()
+    if isinstance(images, np.ndarray | Tensor):
+        _check_stack(images)
+    elif not isinstance(images, list | tuple):
+        raise ImageError(
+            f"images must be a list, an array or a tensor of images, got {type(images).__name__}: "
+            "turn other collections into a list first"
+        )
+    if len(images) == 0:
+        raise ImageError("there are no images: the collection is empty")
+    return images
+
+
+def check_items(images: Sequence[Any]) -> None:
+    """Refuse items that are no images, as far as that shows without pixels."""
+    if isinstance(images, list | tuple):
+        for index, item in enumerate(images):
+            problem = item_problem(item)
+            if problem is not None:
+                raise ImageError(problem, index, describe(item))
+
+
+def _check_stack(images: NDArray[Any] | Tensor) -> None:
+    """Refuse an array that is not (n, h, w[, c]) and a tensor that is not (n, c, h, w)."""
+    is_tensor = isinstance(images, Tensor)
+    what = f"the {'tensor' if is_tensor else 'array'} of shape {tuple(images.shape)}"
+    wanted = "(n, 3, h, w) or (n, 1, h, w)" if is_tensor else "(n, h, w, 3) or (n, h, w)"
+    if images.ndim == 3 and images.shape[0 if is_tensor else -1] in _CHANNELS:
+        raise ImageError(f"{what} is a single image: wrap it in a list")
+    if images.ndim == 3 and is_tensor:
+        raise ImageError(f"{what} lacks the channel axis of {wanted}: add it with unsqueeze(1)")
+    if images.ndim not in (3, 4):
+        raise ImageError(f"{what} is no stack of images: expected {wanted}")
+    if len(images):
+        problem = _array_problem(tuple(images.shape[1:]), images.dtype, is_tensor)
+        if problem is not None:
+            raise ImageError(f"{what}: {problem}")
+
+
+def item_problem(item: Any) -> str | None:
+    """Why an item of a collection is no image, as far as that shows without its pixels, or None."""
+    if isinstance(item, Image.Image):
+        return None
+    if isinstance(item, str | os.PathLike):
+        return path_problem(item)
+    if isinstance(item, np.ndarray | Tensor):
+        return _array_problem(tuple(item.shape), item.dtype, isinstance(item, Tensor))
+    return "not an image: expected a path, a PIL image, an array (h, w, 3) or (h, w), or a tensor (3, h, w)"
+
+
+def _array_problem(shape: tuple[int, ...], dtype: np.dtype[Any] | torch.dtype, channels_first: bool) -> str | None:
+    """What is wrong with the shape or dtype of one image, or None."""
+    wanted = "(3, h, w) or (1, h, w)" if channels_first else "(h, w, 3) or (h, w)"
+    if len(shape) not in (2, 3):
+        return f"an image of shape {shape} is not {wanted}"
+    if len(shape) == 3 and shape[0 if channels_first else -1] not in _CHANNELS:
+        elsewhere = shape[-1 if channels_first else 0] in _CHANNELS
+        move = (
+            "to the first axis, with x.movedim(-1, -3)"
+            if channels_first
+            else "to the last axis, with np.moveaxis(x, -3, -1)"
+        )
+        remedy = f": move the channels {move}"
+        return f"an image of shape {shape} is not {wanted}{remedy if elsewhere else ''}"
+    height, width = shape[1:] if channels_first and len(shape) == 3 else shape[:2]
+    problem = size_problem(width, height)
+    if problem is not None:
+        return problem
+    if isinstance(dtype, torch.dtype):
+        fine = dtype.is_floating_point or dtype in (torch.uint8, torch.bool)
+    else:
+        fine = dtype.kind in "fb" or dtype == np.uint8
+    if not fine:
+        return f"dtype {dtype} is not used: convert to uint8 (0 to 255) or to float in [0, 1]"
+    return None
+
+
+def describe(item: Any) -> str:
+    """Name of an item in a message: its path if it has one, else its type."""
+    if isinstance(item, str | os.PathLike):
+        return repr(os.fspath(item))
+    name = getattr(item, "filename", "") if isinstance(item, Image.Image) else ""
+    return repr(os.fspath(name)) if name else type(item).__name__
+
+
+def read_item(item: Any, index: int, size: int, lock: Lock) -> Square:
+    """Item ``index`` of a collection as a square; ImageError names it. ``lock`` guards images that others may share."""
+    if isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.shape == (size, size, 3):
+        return Square(item)  # resizing would not change it
+    try:
+        if isinstance(item, str | os.PathLike):
+            return read_square(item, size)
+        problem = item_problem(item)
+        if problem is not None:
+            raise ImageError(problem)
+        if isinstance(item, Image.Image):
+            check_header(item)
+            with lock:  # the same lazily opened image may be in the list twice, and loading is not thread-safe
+                image = _opened_anew(item)
+                if image is item:
+                    image.load()
+            return to_square(image, size)
+        return to_square(_array_to_pil(item), size)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ImageError(reason(error), index, describe(item)) from error
+
+
+def _opened_anew(image: Image.Image) -> Image.Image:
+    """A lazily opened image once more, from the bytes of its file, so that the caller's is not left loaded or changed.
+
+    The image itself if it is loaded, or is not the first of several, whose file would be read for each of them.
+    """
+    if not isinstance(image, ImageFile.ImageFile) or not image.tile or image.fp is None or image.tell() != 0:
+        return image
+    place = image.fp.tell()
+    image.fp.seek(0)
+    contents = io.BytesIO(image.fp.read())
+    image.fp.seek(place)
+    again = Image.open(contents)
+    if (again.mode, again.size) != (image.mode, image.size):  # the caller has set a scale or a frame
+        return image
+    again.filename = image.filename
+    again.info = dict(image.info)
+    return again
+
+
+def _array_to_pil(image: NDArray[Any] | Tensor) -> Image.Image:
+    """One array (h, w[, c]) or tensor ([c, ]h, w) of a checked shape and dtype."""
+    if isinstance(image, Tensor):
+        image = image.detach().cpu()
+        if image.ndim == 3:
+            image = image.permute(1, 2, 0)
+        array = image.float().numpy() if image.is_floating_point() else image.numpy()
+    else:
+        array = image
+    if array.dtype.kind == "f":
+        array = unit_to_eight_bits(array)
+    elif array.dtype.kind == "b":
+        array = array * np.uint8(255)
+    if array.ndim == 3 and array.shape[-1] == 1:
+        array = array[:, :, 0]
+    return Image.fromarray(np.ascontiguousarray(array))

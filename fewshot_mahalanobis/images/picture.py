@@ -1,0 +1,180 @@
+"""One picture of any kind as a square of 8-bit RGB, as the networks read it.
+
+1. A JPEG is decoded at the smallest of the scales 1/8, 1/4, 1/2 and 1 that leaves both sides at least twice as long as
+   the square's, which takes a third of the time for a photograph of 12 megapixels.
+2. Its EXIF orientation is applied, deeper values become 8 bits, transparent pixels become white.
+3. Blocks of 2^k x 2^k pixels become their mean, k as large as leaves both sides at least twice as long as the square's.
+   Reading a JPEG at a smaller scale gives nearly the same.
+4. It is resized by Pillow's antialiased bilinear filter, without keeping its aspect, as in Meta-Dataset (Triantafillou
+   et al., ICLR 2020).
+5. Its colours are converted to sRGB if it has an ICC profile, last, as this takes time for each pixel.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, ImageOps
+
+from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.formats import open_image
+from fewshot_mahalanobis.images.profiles import ProfileError, profile_mode, to_srgb
+from fewshot_mahalanobis.images.ranges import sixteen_to_eight_bits, unit_to_eight_bits
+
+#: Most pixels of an image (Pillow's own limit, which other code may change for the whole process) and its longest side
+#: (JPEG's: the first pass of a resize has the new width and the old height, so a thin image would need much memory).
+MAX_PIXELS, MAX_SIDE = 178_956_970, 65_535
+#: What is done about a damaged colour profile.
+PROFILE_IGNORED = "its colour profile is damaged and was ignored, as viewers do: save it anew if its colours look wrong"
+
+
+class Square(NamedTuple):
+    """A picture as the network reads it, and what was noticed."""
+
+    pixels: NDArray[np.uint8]  # (size, size, 3), RGB
+    profile_ignored: bool = False
+
+
+def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
+    """One image as uint8 RGB of shape (size, size, 3), by the steps at the top of this module.
+
+    Of a file with several frames the current one is used. 16-bit grey is scaled to 8 bits over its full range. Modes
+    are those that Pillow converts to RGB, and I;16 and I (0 to 65535) and F (0 to 1). A lazily opened JPEG is loaded at
+    a smaller scale, so its size changes. A damaged colour profile is ignored with a warning.
+
+    ImageError if the image has no pixels or too many, is Encapsulated PostScript, or has values outside its range;
+    errors of many types, from Pillow, if the file behind a lazily opened image is damaged.
+    """
+    square = to_square(image, size)
+    if square.profile_ignored:
+        warnings.warn(PROFILE_IGNORED, stacklevel=2)
+    return square.pixels
+
+
+def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDArray[np.uint8]:
+    """One image file, by path or opened, as uint8 RGB of shape (size, size, 3).
+
+    The format is recognised by the contents, whatever the name. The first of several frames is used. An opened file
+    must be able to seek: a pipe is refused, as it could block. ImageError if the file cannot be read, is no image,
+    needs a decoder that is not installed, is damaged or cut short, or is refused by :func:`to_square_array`. The
+    message does not name the file.
+    """
+    square = read_square(file, size)
+    if square.profile_ignored:
+        warnings.warn(PROFILE_IGNORED, stacklevel=2)
+    return square.pixels
+
+
+def to_square(image: Image.Image, size: int) -> Square:
+    """Like :func:`to_square_array`, but return what was noticed instead of warning of it."""
+    check_header(image)
+    image.draft(None, (2 * size, 2 * size))  # step 1; does nothing to other formats and to a loaded image
+    image.load()  # some formats have the orientation after the pixels
+    profile = image.info.get("icc_profile")
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # exif_transpose always copies
+        image = ImageOps.exif_transpose(image)
+    described = profile_mode(profile) if profile else None
+    flat = image if image.mode == described == "CMYK" else _to_rgb(image)
+    if described == "L" and (image.mode in ("1", "L", "LA") or image.mode.startswith("I")):
+        flat = flat.getchannel(0)
+    small = _resized(flat, size)
+    if profile and described == flat.mode:
+        try:
+            return Square(np.asarray(to_srgb(small, profile)))
+        except ProfileError:
+            return Square(np.asarray(small.convert("RGB")), profile_ignored=True)
+    # A profile of another colour space than the pixels', such as CMYK for RGB, says nothing about them.
+    return Square(np.asarray(small.convert("RGB")), profile_ignored=bool(profile) and described is None)
+
+
+def read_square(file: str | os.PathLike[Any] | BinaryIO, size: int) -> Square:
+    """Like :func:`read_square_array`, but return what was noticed instead of warning of it."""
+    try:
+        if isinstance(file, str | os.PathLike):
+            problem = path_problem(file)
+            if problem is not None:
+                raise ImageError(problem)
+            # Opened here because Pillow memory-maps some files given by name, which hides that a file is cut short.
+            with Path(os.fsdecode(file)).open("rb") as opened:
+                return read_square(opened, size)
+        with open_image(file, MAX_PIXELS) as image:
+            return to_square(image, size)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ImageError(reason(error)) from error
+
+
+def path_problem(path: str | os.PathLike[Any]) -> str | None:
+    """Why a path is no readable file, or None; without opening it, as a pipe would block."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 (takes names in bytes too)
+    except FileNotFoundError:
+        return "a link to nothing" if os.path.islink(path) else f"no such file (looked in {Path.cwd()})"  # noqa: PTH114
+    except (OSError, ValueError) as error:  # a folder that may not be entered, a name too long or with a null
+        return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+    if stat.S_ISDIR(status.st_mode):
+        return "it is a folder, not an image file"
+    if not stat.S_ISREG(status.st_mode):
+        return "it is a pipe, a socket or a device, not an image file"
+    return None if status.st_size else "the file is empty"
+
+
+def check_header(image: Image.Image) -> None:
+    """Refuse an image by its header, before its pixels cost memory or time."""
+    if image.format == "EPS":
+        raise ImageError("Encapsulated PostScript is a program, to be run by Ghostscript: convert it to PNG first")
+    problem = size_problem(*image.size)
+    if problem is not None:
+        raise ImageError(problem)
+
+
+def size_problem(width: int, height: int) -> str | None:
+    """What is wrong with the size of an image, or None."""
+    if width == 0 or height == 0:
+        return f"it has no pixels (size {width} x {height})"
+    if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
+        return (
+            f"{width} x {height} pixels are too many: at most {MAX_PIXELS}, with sides of up to {MAX_SIDE}, "
+            "are read. Scale it down first"
+        )
+    return None
+
+
+def reason(error: Exception) -> str:
+    """Message for the user about an error of reading one image."""
+    if isinstance(error, ImageError):
+        return str(error)
+    if isinstance(error, Image.UnidentifiedImageError):
+        return str(error)
+    if isinstance(error, Image.DecompressionBombError):
+        return f"it has too many pixels: {error} Scale it down first"
+    if isinstance(error, PermissionError):
+        return f"it cannot be read: {error.strerror}"
+    # Pillow's decoders raise a dozen unrelated types on a damaged file, some without a message.
+    return f"it cannot be decoded, is it damaged? {str(error) or type(error).__name__}"
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        image = Image.fromarray(sixteen_to_eight_bits(np.asarray(image)))
+    elif image.mode == "F":
+        image = Image.fromarray(unit_to_eight_bits(np.asarray(image)))
+    elif image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _resized(image: Image.Image, size: int) -> Image.Image:
+    """Steps 3 and 4 of the module."""
+    times = min(image.size) // (2 * size)
+    if times > 1:
+        image = image.reduce(1 << (times.bit_length() - 1))
+    return image if image.size == (size, size) else image.resize((size, size), Image.Resampling.BILINEAR)
