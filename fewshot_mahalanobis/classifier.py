@@ -80,6 +80,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). The smallest that n
         support images allow is 1 / (n + 1).
+    value_range : (float, float), optional
+        The values that are black and white in arrays and tensors, of support and queries alike, and in files and PIL
+        images of more than 8 bits whose file does not say it: (0, 4095) for a camera of 12 bits. By default 0 and 255,
+        65535 (files of 16 bits) or 1 (floats), with a warning if a collection uses a small part of that.
     n_jobs : int, optional
         Threads that decode images, counted as in scikit-learn (-1: all cores). By default the usable cores, at most 4.
     verbose : int, default=0
@@ -139,6 +143,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         temperature: float | str = 1.0,
         unknown_label: Any = None,
         false_rejection_rate: float = 0.05,
+        value_range: tuple[float, float] | None = None,
         n_jobs: int | None = None,
         verbose: int = 0,
     ) -> None:
@@ -151,6 +156,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         self.temperature = temperature
         self.unknown_label = unknown_label
         self.false_rejection_rate = false_rejection_rate
+        self.value_range = value_range
         self.n_jobs = n_jobs
         self.verbose = verbose
 
@@ -295,7 +301,14 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
 
     def _batches(self, X: Any, size: int, name: str) -> ImageBatches:
         progress = name if self.verbose else None
-        return ImageBatches(X, size, batch_size=self.batch_size, n_jobs=self.n_jobs, progress=progress)
+        return ImageBatches(
+            X,
+            size,
+            batch_size=self.batch_size,
+            n_jobs=self.n_jobs,
+            value_range=self.value_range,
+            progress=progress,
+        )
 
     @property
     def _n_features_out(self) -> int:  # for the names that set_output and get_feature_names_out give
@@ -381,7 +394,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         check_is_fitted(self)
         if thumbnails is not None:
             images, labels = thumbnails
-            thumbnails = images, checked_labels(labels, ImageBatches(images, 1).n_images)
+            thumbnails = images, checked_labels(labels, ImageBatches(images, 1, value_range=self.value_range).n_images)
         with tempfile.TemporaryDirectory() as folder:
             write_repository(Path(folder), repo_id, self._state(), self.summary(), thumbnails)
             return upload(Path(folder), repo_id, private=private, token=token, message="Push fitted classifier")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.decode import ImageBatches, ImageError
+from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches, ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Images in work at a time: few, as the classifier waits for the first of them.
@@ -67,15 +67,17 @@ def fit_files(
     checkpoint = classifier.checkpoint
     model = checkpoint if isinstance(checkpoint, SimpleCNAPS) else load_checkpoint(checkpoint)
     problems: dict[Path, str] = {}
-    pixels, readable = list[NDArray[np.uint8]](), list[str]()
-    for batch in _batches(paths, model.image_size, problems, "reading").decoded():
-        pixels += [*batch.pixels]
-        readable += [labels[index] for index in batch.indices]
+    pixels, indices = list[NDArray[np.uint8]](), list[int]()
+    for batch in _batches(paths, model.image_size, problems, "reading", classifier.value_range).decoded():
+        pixels.append(batch.pixels)
+        indices += batch.indices
+    readable = [labels[index] for index in indices]
     _check(problems, len(paths), skip_errors)
     if lost := sorted(set(labels) - set(readable)):
         raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
+    images = DecodedBatch(indices, np.concatenate(pixels))
     try:
-        classifier.set_params(checkpoint=model).fit(pixels, readable)
+        classifier.set_params(checkpoint=model).fit(images, readable)
     finally:
         classifier.set_params(checkpoint=checkpoint)
     return problems
@@ -111,10 +113,12 @@ def predict_files(
     classes = classifier.classes_.tolist()
     predictions: list[Prediction] = []
     problems: dict[Path, str] = {}
-    for batch in _batches(paths, classifier.model_.image_size, problems, "predicting").decoded():
+    for batch in _batches(
+        paths, classifier.model_.image_size, problems, "predicting", classifier.value_range
+    ).decoded():
         if problems and not skip_errors:
             continue  # only to find the other images that cannot be read
-        answers = classifier.predict_all(batch.pixels)
+        answers = classifier.predict_all(batch)
         rows = answers.probabilities.tolist() if probabilities else [None] * len(batch.indices)
         for index, label, row in zip(batch.indices, answers.labels.tolist(), rows, strict=True):
             by_class = None if row is None else dict(zip(classes, row, strict=True))
@@ -147,7 +151,13 @@ def to_json(predictions: Iterable[Prediction], proba: bool, top_k: int) -> str:
     return json.dumps(rows, indent=1, ensure_ascii=False)
 
 
-def _batches(paths: Sequence[Path], size: int, problems: dict[Path, str], progress: str) -> ImageBatches:
+def _batches(
+    paths: Sequence[Path],
+    size: int,
+    problems: dict[Path, str],
+    progress: str,
+    value_range: tuple[float, float] | None,
+) -> ImageBatches:
     """Batches of image files; files that cannot be read are left out and entered in ``problems``."""
 
     def record(error: ImageError) -> None:
@@ -155,7 +165,12 @@ def _batches(paths: Sequence[Path], size: int, problems: dict[Path, str], progre
         problems[paths[error.index]] = error.reason
 
     return ImageBatches(
-        paths, size, batch_size=_BATCH, on_error=record, progress=progress if sys.stderr.isatty() else None
+        paths,
+        size,
+        batch_size=_BATCH,
+        on_error=record,
+        value_range=value_range,
+        progress=progress if sys.stderr.isatty() else None,
     )
 
 

@@ -41,6 +41,7 @@ from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
 from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.heads import describe_head, head_from_description
+from fewshot_mahalanobis.images.ranges import checked_range
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -94,6 +95,7 @@ class Parameters(_Record):
     false_rejection_rate: float
     n_jobs: int | None
     verbose: int
+    value_range: tuple[float, float] | None = None  # absent from files before it was an argument
 
 
 class Labels(_Record):
@@ -173,6 +175,7 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
             false_rejection_rate=float(parameters["false_rejection_rate"]),
             n_jobs=None if parameters["n_jobs"] is None else int(parameters["n_jobs"]),
             verbose=int(parameters["verbose"]),
+            value_range=checked_range(parameters["value_range"]),
         ),
         labels=Labels(kept["classes"].dtype.str, kept["classes"].tolist()),
         precision=state.precision,
@@ -319,6 +322,7 @@ def _state(
     check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)
     check_precision(header.parameters.precision)
     check_precision(header.precision)
+    checked_range(header.parameters.value_range)
     if isinstance(header.parameters.head, dict):
         parameters["head"] = head_from_description(header.parameters.head)
     parameters |= {"checkpoint": model if header.checkpoint is None else header.checkpoint, "device": device}

@@ -32,13 +32,13 @@ from fewshot_mahalanobis.images.picture import (
     size_problem,
     to_square,
 )
-from fewshot_mahalanobis.images.ranges import unit_to_eight_bits
+from fewshot_mahalanobis.images.ranges import Span, ValueRange, span_of, to_eight_bits, unit_to_eight_bits
 
 #: Channels of an array image: grey, RGB, or RGB with opacity.
 _CHANNELS = (1, 3, 4)
 
 
-def checked_collection(images: Any) -> Sequence[Any]:
+def checked_collection(images: Any, value_range: ValueRange | None = None) -> Sequence[Any]:
     """Return a collection of images as a sequence; ImageError if it is none, or empty."""
     if isinstance(images, Image.Image | str | os.PathLike):
         if isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112 (pathlib raises for some)
@@ -49,7 +49,7 @@ def checked_collection(images: Any) -> Sequence[Any]:
     if isinstance(images, np.ndarray) and images.dtype.kind in "OUT" and images.ndim == 1:
         images = images.tolist()
     if isinstance(images, np.ndarray | Tensor):
-        _check_stack(images)
+        _check_stack(images, value_range)
     elif not isinstance(images, list | tuple):
         raise ImageError(
             f"images must be a list, an array or a tensor of images, got {type(images).__name__}: "
@@ -60,16 +60,16 @@ def checked_collection(images: Any) -> Sequence[Any]:
     return images
 
 
-def check_items(images: Sequence[Any]) -> None:
+def check_items(images: Sequence[Any], value_range: ValueRange | None = None) -> None:
     """Refuse items that are no images, as far as that shows without pixels."""
     if isinstance(images, list | tuple):
         for index, item in enumerate(images):
-            problem = item_problem(item)
+            problem = item_problem(item, value_range)
             if problem is not None:
                 raise ImageError(problem, index, describe(item))
 
 
-def _check_stack(images: NDArray[Any] | Tensor) -> None:
+def _check_stack(images: NDArray[Any] | Tensor, value_range: ValueRange | None) -> None:
     """Refuse an array that is not (n, h, w[, c]) and a tensor that is not (n, c, h, w)."""
     is_tensor = isinstance(images, Tensor)
     what = f"the {'tensor' if is_tensor else 'array'} of shape {tuple(images.shape)}"
@@ -81,23 +81,39 @@ def _check_stack(images: NDArray[Any] | Tensor) -> None:
     if images.ndim not in (3, 4):
         raise ImageError(f"{what} is no stack of images: expected {wanted}")
     if len(images):
-        problem = _array_problem(tuple(images.shape[1:]), images.dtype, is_tensor)
+        problem = _array_problem(tuple(images.shape[1:]), images.dtype, is_tensor, value_range)
         if problem is not None:
             raise ImageError(f"{what}: {problem}")
 
 
-def item_problem(item: Any) -> str | None:
+def item_problem(item: Any, value_range: ValueRange | None = None) -> str | None:
     """Why an item of a collection is no image, as far as that shows without its pixels, or None."""
     if isinstance(item, Image.Image):
         return None
     if isinstance(item, str | os.PathLike):
         return path_problem(item)
     if isinstance(item, np.ndarray | Tensor):
-        return _array_problem(tuple(item.shape), item.dtype, isinstance(item, Tensor))
-    return "not an image: expected a path, a PIL image, an array (h, w, 3) or (h, w), or a tensor (3, h, w)"
+        return _array_problem(tuple(item.shape), item.dtype, isinstance(item, Tensor), value_range)
+    if isinstance(item, bytes | bytearray | memoryview):
+        return None if len(item) else "it is empty: no bytes of an image file"
+    if _is_binary_file(item):
+        if getattr(item, "closed", False):
+            return "its file is closed: open it again, or pass its path"
+        return None if item.seekable() else "it is a pipe: read it into a BytesIO first"
+    if isinstance(item, io.TextIOBase):
+        return "it is a file opened as text: open it with mode 'rb'"
+    return (
+        "not an image: expected a path, the bytes of a file or an opened file, a PIL image, an array (h, w, 3) or "
+        "(h, w), or a tensor (3, h, w)"
+    )
 
 
-def _array_problem(shape: tuple[int, ...], dtype: np.dtype[Any] | torch.dtype, channels_first: bool) -> str | None:
+def _array_problem(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any] | torch.dtype,
+    channels_first: bool,
+    value_range: ValueRange | None,
+) -> str | None:
     """What is wrong with the shape or dtype of one image, or None."""
     wanted = "(3, h, w) or (1, h, w)" if channels_first else "(h, w, 3) or (h, w)"
     if len(shape) not in (2, 3):
@@ -116,11 +132,14 @@ def _array_problem(shape: tuple[int, ...], dtype: np.dtype[Any] | torch.dtype, c
     if problem is not None:
         return problem
     if isinstance(dtype, torch.dtype):
+        number = not dtype.is_complex
         fine = dtype.is_floating_point or dtype in (torch.uint8, torch.bool)
     else:
+        number = dtype.kind in "fbiu"
         fine = dtype.kind in "fb" or dtype == np.uint8
-    if not fine:
-        return f"dtype {dtype} is not used: convert to uint8 (0 to 255) or to float in [0, 1]"
+    if not fine and not (number and value_range):
+        remedy = ", or give value_range=(black, white)" if number else ""
+        return f"dtype {dtype} is not used: convert to uint8 (0 to 255) or to float in [0, 1]{remedy}"
     return None
 
 
@@ -132,14 +151,12 @@ def describe(item: Any) -> str:
     return repr(os.fspath(name)) if name else type(item).__name__
 
 
-def read_item(item: Any, index: int, size: int, lock: Lock) -> Square:
+def read_item(item: Any, index: int, size: int, lock: Lock, value_range: ValueRange | None = None) -> Square:
     """Item ``index`` of a collection as a square; ImageError names it. ``lock`` guards images that others may share."""
-    if isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.shape == (size, size, 3):
-        return Square(item)  # resizing would not change it
     try:
         if isinstance(item, str | os.PathLike):
-            return read_square(item, size)
-        problem = item_problem(item)
+            return read_square(item, size, value_range)
+        problem = item_problem(item, value_range)
         if problem is not None:
             raise ImageError(problem)
         if isinstance(item, Image.Image):
@@ -148,12 +165,32 @@ def read_item(item: Any, index: int, size: int, lock: Lock) -> Square:
                 image = _opened_anew(item)
                 if image is item:
                     image.load()
-            return to_square(image, size)
-        return to_square(_array_to_pil(item), size)
+            return to_square(image, size, value_range)
+        if isinstance(item, bytes | bytearray | memoryview):
+            return read_square(io.BytesIO(item), size, value_range)
+        if _is_binary_file(item):
+            with lock:  # the same file may be in the list twice
+                contents = _contents(item)
+            return read_square(io.BytesIO(contents), size, value_range)
+        image, span = _array_to_pil(item, value_range)
+        return to_square(image, size)._replace(span=span)
     except MemoryError:
         raise
     except Exception as error:
         raise ImageError(reason(error), index, describe(item)) from error
+
+
+def _is_binary_file(item: Any) -> bool:
+    return hasattr(item, "read") and hasattr(item, "seek") and not isinstance(item, io.TextIOBase)
+
+
+def _contents(file: Any) -> bytes:
+    """The bytes of an opened file, from its start; its position stays."""
+    place = file.tell()
+    file.seek(0)
+    contents: bytes = file.read()
+    file.seek(place)
+    return contents
 
 
 def _opened_anew(image: Image.Image) -> Image.Image:
@@ -163,11 +200,7 @@ def _opened_anew(image: Image.Image) -> Image.Image:
     """
     if not isinstance(image, ImageFile.ImageFile) or not image.tile or image.fp is None or image.tell() != 0:
         return image
-    place = image.fp.tell()
-    image.fp.seek(0)
-    contents = io.BytesIO(image.fp.read())
-    image.fp.seek(place)
-    again = Image.open(contents)
+    again = Image.open(io.BytesIO(_contents(image.fp)))
     if (again.mode, again.size) != (image.mode, image.size):  # the caller has set a scale or a frame
         return image
     again.filename = image.filename
@@ -175,8 +208,8 @@ def _opened_anew(image: Image.Image) -> Image.Image:
     return again
 
 
-def _array_to_pil(image: NDArray[Any] | Tensor) -> Image.Image:
-    """One array (h, w[, c]) or tensor ([c, ]h, w) of a checked shape and dtype."""
+def _array_to_pil(image: NDArray[Any] | Tensor, value_range: ValueRange | None) -> tuple[Image.Image, Span | None]:
+    """One array (h, w[, c]) or tensor ([c, ]h, w) of a checked shape and dtype, and the span of its values."""
     if isinstance(image, Tensor):
         image = image.detach().cpu()
         if image.ndim == 3:
@@ -184,10 +217,15 @@ def _array_to_pil(image: NDArray[Any] | Tensor) -> Image.Image:
         array = image.float().numpy() if image.is_floating_point() else image.numpy()
     else:
         array = image
-    if array.dtype.kind == "f":
-        array = unit_to_eight_bits(array)
-    elif array.dtype.kind == "b":
+    span = None
+    if array.dtype.kind == "b":
         array = array * np.uint8(255)
+    elif value_range is not None:
+        array = to_eight_bits(array, value_range)
+    elif array.dtype.kind == "f":
+        array, span = unit_to_eight_bits(array), span_of(array, 1)
+    else:
+        span = span_of(array, 255)
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[:, :, 0]
-    return Image.fromarray(np.ascontiguousarray(array))
+    return Image.fromarray(np.ascontiguousarray(array)), span

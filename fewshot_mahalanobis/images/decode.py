@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 from fewshot_mahalanobis.images.collection import check_items, checked_collection, describe, read_item
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.picture import PROFILE_IGNORED, Square, read_square_array, to_square_array
+from fewshot_mahalanobis.images.ranges import Span, checked_range, narrow_range
 
 __all__ = [
     "DecodedBatch",
@@ -111,7 +112,7 @@ def decode_batches(
 
 
 class DecodedBatch(NamedTuple):
-    """Decoded images of a collection."""
+    """Decoded images of a collection, and a collection itself, which is used as it is."""
 
     indices: list[int]  # (b,), their positions in the collection
     pixels: NDArray[np.uint8]  # (b, size, size, 3), RGB
@@ -139,6 +140,10 @@ class ImageBatches:
     on_error : callable, optional
         Called with the :class:`ImageError` of each image that cannot be used, which is then left out of its batch.
         By default the first such error is raised.
+    value_range : (float, float), optional
+        Black and white in arrays and tensors of numbers, and in files and PIL images of more than 8 bits whose file
+        does not say it. By default 0 and 255 (integers), 65535 (files of 16 bits) or 1 (floats); a warning says so once
+        if a collection uses less than a quarter of that.
     progress : str, optional
         Show a progress bar of this name.
 
@@ -164,15 +169,20 @@ class ImageBatches:
         n_jobs: int | None = None,
         ahead: bool | None = True,
         on_error: Callable[[ImageError], object] | None = None,
+        value_range: tuple[float, float] | None = None,
         progress: str | None = None,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
         if n_jobs is not None and not isinstance(n_jobs, int | np.integer):
             raise ValueError(f"n_jobs must be a whole number or None, got {n_jobs!r}")
-        self._images = checked_collection(images)
+        self.value_range = checked_range(value_range)
+        self._final = isinstance(images, DecodedBatch)
+        self._images = checked_collection(
+            images.pixels if isinstance(images, DecodedBatch) else images, self.value_range
+        )
         if on_error is None:
-            check_items(self._images)
+            check_items(self._images, self.value_range)
         self.n_images = len(self._images)
         self.size = size
         self.batch_size = int(batch_size)
@@ -190,8 +200,11 @@ class ImageBatches:
         lock = Lock()
 
         def read(index: int) -> Square | ImageError:
+            image = self._images[index]
+            if self._final and image.shape == (self.size, self.size, 3):
+                return Square(image)
             try:
-                return read_item(self._images[index], index, self.size, lock)
+                return read_item(image, index, self.size, lock, None if self._final else self.value_range)
             except ImageError as error:
                 if self.on_error is None:
                     raise
@@ -199,7 +212,7 @@ class ImageBatches:
 
         starts = range(0, self.n_images, self.batch_size)
         batches = [range(start, min(start + self.batch_size, self.n_images)) for start in starts]
-        profiles_ignored = list[int]()
+        profiles_ignored, spans = list[int](), list[Span]()
         with (
             closing(decode_batches(read, batches, threads=self.n_threads, ahead=self.ahead)) as results_of_batches,
             tqdm(total=self.n_images, desc=self.progress, unit="image", disable=self.progress is None) as bar,
@@ -214,6 +227,8 @@ class ImageBatches:
                     usable[index] = result.pixels
                     if result.profile_ignored:
                         profiles_ignored.append(index)
+                    if result.span is not None:
+                        spans.append(result.span)
                 if usable:
                     yield DecodedBatch([*usable], np.stack([*usable.values()]))
                 bar.update(len(batch))
@@ -222,6 +237,8 @@ class ImageBatches:
             others = f" (and {len(profiles_ignored) - 1} more)" if len(profiles_ignored) > 1 else ""
             name = describe(self._images[first])
             warnings.warn(f"image {first} ({name}){others}: {PROFILE_IGNORED}", stacklevel=2)
+        if remark := narrow_range(spans):
+            warnings.warn(remark, stacklevel=2)
 
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """All images (n, 3, size, size) in ``dtype``, channels_last; each decoded batch is freed once it is copied."""

@@ -5,9 +5,10 @@
 2. Its EXIF orientation is applied, deeper values become 8 bits, transparent pixels become white.
 3. Blocks of 2^k x 2^k pixels become their mean, k as large as leaves both sides at least twice as long as the square's.
    Reading a JPEG at a smaller scale gives nearly the same.
-4. It is resized by Pillow's antialiased bilinear filter, without keeping its aspect, as in Meta-Dataset (Triantafillou
+4. Its colours are converted to sRGB if it has an ICC profile: late, as this takes time for each pixel, and before the
+   last step, which averages the rounding to 8 bits.
+5. It is resized by Pillow's antialiased bilinear filter, without keeping its aspect, as in Meta-Dataset (Triantafillou
    et al., ICLR 2020).
-5. Its colours are converted to sRGB if it has an ICC profile, last, as this takes time for each pixel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from PIL import ExifTags, Image, ImageOps
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.formats import open_image
 from fewshot_mahalanobis.images.profiles import ProfileError, profile_mode, to_srgb
-from fewshot_mahalanobis.images.ranges import sixteen_to_eight_bits, unit_to_eight_bits
+from fewshot_mahalanobis.images.ranges import (
+    Span,
+    ValueRange,
+    declared_range,
+    is_white_zero,
+    range_of_significant,
+    significant_bits,
+    sixteen_to_eight_bits,
+    span_of,
+    to_eight_bits,
+    unit_to_eight_bits,
+)
 
 #: Most pixels of an image (Pillow's own limit, which other code may change for the whole process) and its longest side
 #: (JPEG's: the first pass of a resize has the new width and the old height, so a thin image would need much memory).
@@ -39,6 +51,7 @@ class Square(NamedTuple):
 
     pixels: NDArray[np.uint8]  # (size, size, 3), RGB
     profile_ignored: bool = False
+    span: Span | None = None  # of values whose range nothing says
 
 
 def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
@@ -71,29 +84,37 @@ def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDA
     return square.pixels
 
 
-def to_square(image: Image.Image, size: int) -> Square:
-    """Like :func:`to_square_array`, but return what was noticed instead of warning of it."""
+def to_square(image: Image.Image, size: int, value_range: ValueRange | None = None) -> Square:
+    """Like :func:`to_square_array`, but return what was noticed instead of warning of it.
+
+    ``value_range`` is the range of values of more than 8 bits whose file does not say it.
+    """
     check_header(image)
+    depth = _depth(image)
     image.draft(None, (2 * size, 2 * size))  # step 1; does nothing to other formats and to a loaded image
     image.load()  # some formats have the orientation after the pixels
     profile = image.info.get("icc_profile")
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # exif_transpose always copies
         image = ImageOps.exif_transpose(image)
     described = profile_mode(profile) if profile else None
-    flat = image if image.mode == described == "CMYK" else _to_rgb(image)
+    flat, span = (image, None) if image.mode == described == "CMYK" else _to_rgb(image, depth, value_range)
     if described == "L" and (image.mode in ("1", "L", "LA") or image.mode.startswith("I")):
         flat = flat.getchannel(0)
-    small = _resized(flat, size)
-    if profile and described == flat.mode:
+    small, profile_ignored = _halved(flat, size), False
+    if profile and described == small.mode:
         try:
-            return Square(np.asarray(to_srgb(small, profile)))
+            small = to_srgb(small, profile)
         except ProfileError:
-            return Square(np.asarray(small.convert("RGB")), profile_ignored=True)
-    # A profile of another colour space than the pixels', such as CMYK for RGB, says nothing about them.
-    return Square(np.asarray(small.convert("RGB")), profile_ignored=bool(profile) and described is None)
+            profile_ignored = True
+    elif profile:  # one of another colour space than the pixels', such as CMYK for RGB, says nothing about them
+        profile_ignored = described is None
+    small = small.convert("RGB")
+    if small.size != (size, size):
+        small = small.resize((size, size), Image.Resampling.BILINEAR)
+    return Square(np.asarray(small), profile_ignored, span)
 
 
-def read_square(file: str | os.PathLike[Any] | BinaryIO, size: int) -> Square:
+def read_square(file: str | os.PathLike[Any] | BinaryIO, size: int, value_range: ValueRange | None = None) -> Square:
     """Like :func:`read_square_array`, but return what was noticed instead of warning of it."""
     try:
         if isinstance(file, str | os.PathLike):
@@ -102,9 +123,9 @@ def read_square(file: str | os.PathLike[Any] | BinaryIO, size: int) -> Square:
                 raise ImageError(problem)
             # Opened here because Pillow memory-maps some files given by name, which hides that a file is cut short.
             with Path(os.fsdecode(file)).open("rb") as opened:
-                return read_square(opened, size)
+                return read_square(opened, size, value_range)
         with open_image(file, MAX_PIXELS) as image:
-            return to_square(image, size)
+            return to_square(image, size, value_range)
     except MemoryError:
         raise
     except Exception as error:
@@ -161,20 +182,75 @@ def reason(error: Exception) -> str:
     return f"it cannot be decoded, is it damaged? {str(error) or type(error).__name__}"
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        image = Image.fromarray(sixteen_to_eight_bits(np.asarray(image)))
-    elif image.mode == "F":
-        image = Image.fromarray(unit_to_eight_bits(np.asarray(image)))
-    elif image.has_transparency_data:
+class _Depth(NamedTuple):
+    """What the file of an image says about its values, known before its pixels are loaded."""
+
+    declared: ValueRange | None = None
+    significant: int | None = None  # bits, of 16
+    white_zero: bool = False
+    transparent: int | tuple[int, ...] | None = None  # the value or colour that is transparent
+    upper_bytes: bool = False  # of 16 bits a colour, Pillow reads the upper eight
+
+
+def _depth(image: Image.Image) -> _Depth:
+    tile = getattr(image, "tile", None)
+    raw = tile[0][3] if tile else ""
+    raw = raw[0] if isinstance(raw, tuple) and raw else raw
+    transparent = image.info.get("transparency")
+    if _is_deep(image):
+        return _Depth(declared_range(image), significant_bits(image), is_white_zero(image), transparent)
+    upper_bytes = isinstance(raw, str) and ";16" in raw
+    # Pillow leaves a transparent value at the depth of the file and scales the pixels.
+    if isinstance(transparent, tuple) and upper_bytes:
+        transparent = tuple(value >> 8 for value in transparent)
+    elif isinstance(transparent, int) and image.mode == "L":
+        transparent = min(255, transparent * {"L;2": 85, "L;4": 17}.get(str(raw), 1))
+    return _Depth(transparent=transparent, upper_bytes=upper_bytes)
+
+
+def _is_deep(image: Image.Image) -> bool:
+    return image.mode in ("I", "F") or image.mode.startswith("I;16")
+
+
+def _to_rgb(image: Image.Image, depth: _Depth, value_range: ValueRange | None) -> tuple[Image.Image, Span | None]:
+    if _is_deep(image):
+        return _deep_to_rgb(np.asarray(image), depth, value_range)
+    span = None
+    if depth.upper_bytes and value_range is None:
+        low, high = zip(*image.getextrema(), strict=True)
+        span = Span(65535, 257 * min(low), 257 * max(high))
+    if image.has_transparency_data:
+        if depth.transparent is not None and depth.transparent != image.info.get("transparency"):
+            image = image.copy()
+            image.info["transparency"] = depth.transparent
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB"), span
 
 
-def _resized(image: Image.Image, size: int) -> Image.Image:
-    """Steps 3 and 4 of the module."""
+def _deep_to_rgb(
+    values: NDArray[Any], depth: _Depth, value_range: ValueRange | None
+) -> tuple[Image.Image, Span | None]:
+    """Grey of more than 8 bits; the file's word goes before the user's."""
+    known = depth.declared
+    if known is None and depth.significant is not None:
+        known = range_of_significant(values, depth.significant)
+    known = known or value_range
+    span = None
+    if known is not None:
+        grey = to_eight_bits(values, known)
+    elif values.dtype.kind == "f":
+        grey, span = unit_to_eight_bits(values), span_of(values, 1)
+    else:
+        grey, span = sixteen_to_eight_bits(values), span_of(values, 65535)
+    if depth.white_zero:
+        grey = 255 - grey
+    if isinstance(depth.transparent, int):
+        grey = np.where(values == depth.transparent, np.uint8(255), grey)
+    return Image.fromarray(grey).convert("RGB"), span
+
+
+def _halved(image: Image.Image, size: int) -> Image.Image:
+    """Step 3 of the module."""
     times = min(image.size) // (2 * size)
-    if times > 1:
-        image = image.reduce(1 << (times.bit_length() - 1))
-    return image if image.size == (size, size) else image.resize((size, size), Image.Resampling.BILINEAR)
+    return image.reduce(1 << (times.bit_length() - 1)) if times > 1 else image
