@@ -25,6 +25,7 @@ from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, rea
 from fewshot_mahalanobis.checkpoints.export import write_onnx, write_program
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -44,10 +45,11 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     their features; a query gets the class of the smallest Mahalanobis distance. There is no training: ``fit`` takes as
     long as extracting the features of the support images.
 
-    Images are a list of file paths, PIL images, arrays (h, w, 3) or (h, w), tensors (3, h, w), or a mixture, each of
-    its own size; an array (n, h, w, 3) or (n, h, w); or a tensor (n, 3, h, w) or (n, 1, h, w). Arrays and tensors are
-    uint8, or float in [0, 1]. EXIF orientation and colour profile are applied, transparent pixels become white, and
-    each image is resized to a square.
+    Images are a list of file paths, bytes of files, opened files, PIL images, arrays (h, w, 3) or (h, w), tensors
+    (3, h, w), or a mixture, each of its own size; any other sequence of them with a length and ``[]``; an array
+    (n, h, w, 3) or (n, h, w); or a tensor (n, 3, h, w) or (n, 1, h, w). Arrays and tensors are uint8, or float in
+    [0, 1]. EXIF orientation and colour profile are applied, transparent pixels become white, and each image is resized
+    to a square.
 
     Parameters
     ----------
@@ -160,13 +162,14 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         self.n_jobs = n_jobs
         self.verbose = verbose
 
-    def fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
+    def fit(self, X: Any, y: ArrayLike | None = None) -> SimpleCNAPSClassifier:
         """Adapt to a support set and return the classifier itself. After an error it is what it was before.
 
         Parameters
         ----------
         X : collection of n images
-            The support set, in any order.
+            The support set, in any order. Or, without ``y``, a map-style dataset of (image, label) pairs with its
+            ``classes``, such as torchvision's ``ImageFolder``.
         y : array-like of shape (n,)
             Labels: strings, or numbers of one type (integers, Booleans, whole floats); at least two different ones.
 
@@ -178,6 +181,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             class, or a constructor argument is unknown. A UserWarning says so if ``false_rejection_rate`` is smaller
             than so few support images allow.
         """
+        if y is None and (pairs := labelled_pairs(X)) is not None:
+            X, y = pairs
         device = choose_device(self.device)
         check_precision(self.precision)
         model = self.checkpoint if isinstance(self.checkpoint, SimpleCNAPS) else load_checkpoint(self.checkpoint)

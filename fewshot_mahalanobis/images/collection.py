@@ -2,8 +2,10 @@
 
 A collection is any of
 
-- a list of file paths (``str`` or ``Path``), PIL images, arrays (h, w, 3) or (h, w), tensors (3, h, w) or
-  (1, h, w), or a mixture, each of its own size; a one-dimensional array or a pandas Series of such items too;
+- a list of file paths (``str`` or ``Path``), bytes of image files, opened binary files, PIL images, arrays (h, w, 3) or
+  (h, w), tensors (3, h, w) or (1, h, w), or a mixture, each of its own size; a one-dimensional array or a pandas Series
+  of such items too, and any other sequence with a length and ``[]`` (a column of Hugging Face ``datasets``, of polars
+  or of pyarrow), whose items are read one at a time;
 - an array (n, h, w, 3) or (n, h, w), or a tensor (n, 3, h, w) or (n, 1, h, w): uint8, bool, or float
   in [0, 1].
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.picture import (
+    CLOSED,
     Square,
     check_header,
     path_problem,
@@ -36,28 +39,70 @@ from fewshot_mahalanobis.images.ranges import Span, ValueRange, span_of, to_eigh
 
 #: Channels of an array image: grey, RGB, or RGB with opacity.
 _CHANNELS = (1, 3, 4)
+_MASKED = "a masked array has pixels without a value: choose one with .filled(value)"
 
 
 def checked_collection(images: Any, value_range: ValueRange | None = None) -> Sequence[Any]:
     """Return a collection of images as a sequence; ImageError if it is none, or empty."""
-    if isinstance(images, Image.Image | str | os.PathLike):
+    single = Image.Image | str | os.PathLike | bytes | bytearray | memoryview
+    if isinstance(images, single) or _is_binary_file(images):
         if isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112 (pathlib raises for some)
             raise ImageError(f"{str(images)!r} is a folder: pass the list of its image files")
         raise ImageError(f"got a single image ({describe(images)}): wrap it in a list")
-    if hasattr(images, "to_numpy"):  # a pandas Series of paths, say
+    if hasattr(images, "iloc"):  # a pandas Series of paths, say
         images = images.to_numpy()
-    if isinstance(images, np.ndarray) and images.dtype.kind in "OUT" and images.ndim == 1:
+    if isinstance(images, np.ndarray) and images.dtype.kind in "OSUT" and images.ndim == 1:
         images = images.tolist()
+    if isinstance(images, np.ma.MaskedArray):
+        raise ImageError(_MASKED)
     if isinstance(images, np.ndarray | Tensor):
         _check_stack(images, value_range)
-    elif not isinstance(images, list | tuple):
+    elif isinstance(images, Mapping) or not (hasattr(images, "__len__") and hasattr(images, "__getitem__")):
         raise ImageError(
-            f"images must be a list, an array or a tensor of images, got {type(images).__name__}: "
-            "turn other collections into a list first"
+            f"images must be a list, an array or a tensor of images, or another sequence with len and [], got "
+            f"{type(images).__name__}: turn other collections into a list first"
         )
     if len(images) == 0:
         raise ImageError("there are no images: the collection is empty")
-    return images
+    sequence: Sequence[Any] = images
+    return sequence
+
+
+def item_of(images: Sequence[Any], index: int, lock: Lock) -> Any:
+    """Item of a checked collection. Sequences of others are asked for one item at a time."""
+    if isinstance(images, list | tuple | np.ndarray | Tensor):
+        return images[index]
+    with lock:
+        item = images[index]
+    return item.as_py() if hasattr(item, "as_py") else item  # pyarrow's scalars
+
+
+def labelled_pairs(dataset: Any) -> tuple[Sequence[Any], list[Any]] | None:
+    """Images and labels of a map-style dataset of (image, label) pairs with ``classes``, such as torchvision's.
+
+    None if it is none. The labels are names of ``classes``. They are those of the attribute ``targets`` if there is
+    one; otherwise each pair is read for its label, and again for its image.
+    """
+    classes = getattr(dataset, "classes", None)
+    if classes is None or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return None
+    codes = getattr(dataset, "targets", None)
+    if codes is None or len(codes) != len(dataset):
+        codes = [dataset[index][1] for index in range(len(dataset))]
+    return _FirstOfPairs(dataset), [classes[int(code)] for code in codes]
+
+
+class _FirstOfPairs(Sequence[Any]):
+    """The images of a dataset of pairs; nothing is kept."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index][0]
 
 
 def check_items(images: Sequence[Any], value_range: ValueRange | None = None) -> None:
@@ -76,6 +121,10 @@ def _check_stack(images: NDArray[Any] | Tensor, value_range: ValueRange | None) 
     wanted = "(n, 3, h, w) or (n, 1, h, w)" if is_tensor else "(n, h, w, 3) or (n, h, w)"
     if images.ndim == 3 and images.shape[0 if is_tensor else -1] in _CHANNELS:
         raise ImageError(f"{what} is a single image: wrap it in a list")
+    if images.ndim == 3 and is_tensor and images.shape[-1] in (3, 4):
+        raise ImageError(
+            f"{what} is a single image with its channels last: pass x.movedim(-1, -3)[None], as a tensor is {wanted}"
+        )
     if images.ndim == 3 and is_tensor:
         raise ImageError(f"{what} lacks the channel axis of {wanted}: add it with unsqueeze(1)")
     if images.ndim not in (3, 4):
@@ -92,6 +141,8 @@ def item_problem(item: Any, value_range: ValueRange | None = None) -> str | None
         return None
     if isinstance(item, str | os.PathLike):
         return path_problem(item)
+    if isinstance(item, np.ma.MaskedArray):
+        return _MASKED
     if isinstance(item, np.ndarray | Tensor):
         return _array_problem(tuple(item.shape), item.dtype, isinstance(item, Tensor), value_range)
     if isinstance(item, bytes | bytearray | memoryview):
@@ -102,6 +153,14 @@ def item_problem(item: Any, value_range: ValueRange | None = None) -> str | None
         return None if item.seekable() else "it is a pipe: read it into a BytesIO first"
     if isinstance(item, io.TextIOBase):
         return "it is a file opened as text: open it with mode 'rb'"
+    if isinstance(item, Mapping):
+        names = ", ".join(map(repr, list(item)[:5]))
+        return f"a row of a table ({names}), not an image: pass the column of its images, dataset['image'] say"
+    if isinstance(item, tuple) and len(item) == 2 and item_problem(item[0], value_range) is None:
+        return (
+            "a pair of an image and its label: pass the images alone, [image for image, _ in dataset] say, or for an "
+            "ImageFolder [path for path, _ in dataset.samples]. Only fit takes a dataset of pairs, in place of X and y"
+        )
     return (
         "not an image: expected a path, the bytes of a file or an opened file, a PIL image, an array (h, w, 3) or "
         "(h, w), or a tensor (3, h, w)"
@@ -161,6 +220,8 @@ def read_item(item: Any, index: int, size: int, lock: Lock, value_range: ValueRa
             raise ImageError(problem)
         if isinstance(item, Image.Image):
             check_header(item)
+            if getattr(item, "tile", None) and getattr(item, "fp", None) is None:
+                raise ImageError(CLOSED)
             with lock:  # the same lazily opened image may be in the list twice, and loading is not thread-safe
                 image = _opened_anew(item)
                 if image is item:

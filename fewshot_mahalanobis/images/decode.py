@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.images.collection import check_items, checked_collection, describe, read_item
+from fewshot_mahalanobis.images.collection import check_items, checked_collection, describe, item_of, read_item
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.picture import PROFILE_IGNORED, Square, read_square_array, to_square_array
 from fewshot_mahalanobis.images.ranges import Span, checked_range, narrow_range
@@ -200,7 +200,7 @@ class ImageBatches:
         lock = Lock()
 
         def read(index: int) -> Square | ImageError:
-            image = self._images[index]
+            image = item_of(self._images, index, lock)
             if self._final and image.shape == (self.size, self.size, 3):
                 return Square(image)
             try:

@@ -72,6 +72,11 @@ def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
                 raise Image.DecompressionBombError(f"{width} x {height}.") from None
             image: Image.Image = heif.to_pillow()
             return image
+        if name is None and _starts_as_tiff(file):
+            raise UnidentifiedImageError(
+                "a TIFF of a kind that Pillow does not read, such as colours in floats: convert it to 8 bits a colour, "
+                "or read it with tifffile and pass the array"
+            ) from error
         if name is None:
             raise UnidentifiedImageError("not an image file of a known format") from error
         raise UnidentifiedImageError(f"{name} images need a decoder: {REMEDIES[name]}") from error
@@ -97,3 +102,10 @@ def _media_format(file: BinaryIO) -> str | None:
     start = file.read(12)
     file.seek(0)
     return _BRANDS.get(start[8:12]) if start[4:8] == b"ftyp" else None
+
+
+def _starts_as_tiff(file: BinaryIO) -> bool:
+    file.seek(0)
+    start = file.read(4)
+    file.seek(0)
+    return start in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")

@@ -46,6 +46,9 @@ MAX_PIXELS, MAX_SIDE = 178_956_970, 65_535
 PROFILE_IGNORED = "its colour profile is damaged and was ignored, as viewers do: save it anew if its colours look wrong"
 
 
+CLOSED = "it was closed before its pixels were read: pass its path, or call load() before closing it"
+
+
 class Square(NamedTuple):
     """A picture as the network reads it, and what was noticed."""
 
@@ -137,6 +140,13 @@ def path_problem(path: str | os.PathLike[Any]) -> str | None:
     try:
         status = os.stat(path)  # noqa: PTH116 (takes names in bytes too)
     except FileNotFoundError:
+        name = os.fsdecode(path)
+        if name.startswith(("http:", "https:", "ftp:", "s3:", "gs:", "data:")):
+            return "an address, not a file: download it, and pass the path or the bytes"
+        if name.startswith("file:"):
+            return "an address, not a path: pass the path alone, without file://"
+        if name.startswith("~"):
+            return f"no such file: Python does not expand ~; os.path.expanduser gives {Path(name).expanduser()}"
         return "a link to nothing" if os.path.islink(path) else f"no such file (looked in {Path.cwd()})"  # noqa: PTH114
     except (OSError, ValueError) as error:  # a folder that may not be entered, a name too long or with a null
         return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
@@ -178,6 +188,8 @@ def reason(error: Exception) -> str:
         return f"it has too many pixels: {error} Scale it down first"
     if isinstance(error, PermissionError):
         return f"it cannot be read: {error.strerror}"
+    if isinstance(error, ValueError) and "closed image" in str(error):
+        return CLOSED
     # Pillow's decoders raise a dozen unrelated types on a damaged file, some without a message.
     return f"it cannot be decoded, is it damaged? {str(error) or type(error).__name__}"
 

@@ -23,7 +23,10 @@ def choose_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.empty(0, device=device).device
+        chosen = torch.empty(0, device=device).device
+        if chosen.type == "meta":
+            raise ValueError("device 'meta' computes nothing: its tensors have no values. Choose 'cpu' or 'cuda'")
+        return chosen
     except (RuntimeError, AssertionError, TypeError) as error:  # torch says "not compiled" by an assertion
         raise ValueError(f"device {device!r} cannot be used here: {error}") from error
 

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from fewshot_mahalanobis.support_set.warn import warn_caller
 
 
-def checked_labels(y: ArrayLike, n_images: int) -> NDArray[Any]:
+def checked_labels(y: ArrayLike | None, n_images: int) -> NDArray[Any]:
     """Labels as an array (n_images,) of strings or of numbers of one type: integers, Booleans or whole floats.
 
     ValueError if ``y`` is None or has another shape, a label is missing or of a type that cannot be used, or two labels

@@ -1,0 +1,156 @@
+"""Images and collections of other libraries: bytes, opened files, columns of tables, datasets of pairs."""
+
+from __future__ import annotations
+
+import io
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis.images.decode import ImageBatches, ImageError
+from tests.tiny import tiny_classifier, tiny_model
+
+SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders with three noisy JPEGs each, of different sizes."""
+    root, rng = tmp_path_factory.mktemp("folder"), np.random.default_rng(0)
+    for label, colour in (("dusk", 60), ("noon", 190)):
+        (root / label).mkdir()
+        for number in range(3):
+            pixels = rng.integers(colour - 50, colour + 50, (40 + 9 * number, 60, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(root / label / f"{number}.jpg")
+    return root
+
+
+@pytest.fixture(scope="module")
+def paths(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.jpg"))
+
+
+def tensor_of(images: Any, **settings: Any) -> torch.Tensor:
+    return torch.cat(list(ImageBatches(images, SIZE, **settings)))
+
+
+class Items:
+    """A sequence that has a length and ``[]``, and no more."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return self.items[index]
+
+
+def test_bytes_and_opened_files_are_the_same_as_paths(paths: list[Path]) -> None:
+    expected = tensor_of(paths)
+    contents = [path.read_bytes() for path in paths]
+    assert torch.equal(tensor_of(contents), expected)
+    assert torch.equal(tensor_of([bytearray(data) for data in contents]), expected)
+    buffers = [io.BytesIO(data) for data in contents]
+    buffers[0].seek(7)
+    assert torch.equal(tensor_of(buffers), expected)
+    assert buffers[0].tell() == 7
+    assert torch.equal(tensor_of(np.array(contents, dtype=object)), expected)
+    opened = [path.open("rb") for path in paths]
+    assert torch.equal(tensor_of(opened), expected)
+    assert torch.equal(tensor_of([opened[0]] * 20, n_jobs=4), expected[:1].expand(20, -1, -1, -1))
+    for file in opened:
+        file.close()
+    with pytest.raises(ImageError, match=r"image 1 .*its file is closed"):
+        ImageBatches([paths[0], opened[0]], SIZE)
+    with paths[0].open(encoding="latin-1") as text, pytest.raises(ImageError, match="opened as text"):
+        ImageBatches([text], SIZE)
+
+
+def test_any_sequence_is_read_once_and_little_by_little(paths: list[Path]) -> None:
+    items = Items([path.read_bytes() for path in paths])
+    iterator = iter(ImageBatches(items, SIZE, batch_size=1, ahead=False))
+    next(iterator)
+    assert items.asked == [0]
+    assert torch.equal(tensor_of(items), tensor_of(paths))
+    assert sorted(items.asked) == [0, 0, 1, 2, 3, 4, 5]
+
+
+def test_columns_of_polars_and_pyarrow_are_collections(paths: list[Path]) -> None:
+    polars, arrow = pytest.importorskip("polars"), pytest.importorskip("pyarrow")
+    names, contents, expected = [str(path) for path in paths], [path.read_bytes() for path in paths], tensor_of(paths)
+    frame = polars.DataFrame({"path": names, "bytes": contents})
+    table = arrow.table({"path": names, "bytes": contents})
+    for column in (frame["path"], frame["bytes"], table["path"], table["bytes"], arrow.array(names)):
+        assert torch.equal(tensor_of(column), expected)
+
+
+def test_a_column_of_hugging_face_datasets_is_a_collection(paths: list[Path]) -> None:
+    datasets = pytest.importorskip("datasets")
+    labels = [path.parent.name for path in paths]
+    dataset = datasets.Dataset.from_dict({"image": [str(path) for path in paths], "label": labels})
+    dataset = dataset.cast_column("image", datasets.Image())
+    assert torch.equal(tensor_of(dataset["image"]), tensor_of(paths))
+    classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(dataset["image"], dataset["label"])
+    reference = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(paths, labels)
+    assert (classifier.predict_proba(dataset["image"]) == reference.predict_proba(paths)).all()
+    with pytest.raises(ImageError, match=r"a row of a table \('image', 'label'\).*dataset\['image'\]"):
+        classifier.predict(dataset)
+
+
+def test_an_image_folder_is_fitted_without_labels_and_decoded_once(folder: Path, paths: list[Path]) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    opened = list[str]()
+
+    def load(path: str) -> Image.Image:
+        opened.append(path)
+        return torchvision.datasets.folder.pil_loader(path)
+
+    dataset = torchvision.datasets.ImageFolder(folder, loader=load)
+    classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(dataset)
+    assert sorted(opened) == [str(path) for path in paths]
+    reference = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(paths, [path.parent.name for path in paths])
+    assert classifier.classes_.tolist() == ["dusk", "noon"]
+    assert (classifier.predict_proba(paths) == reference.predict_proba(paths)).all()
+    with pytest.raises(ImageError, match=r"a pair of an image and its label.*dataset.samples"):
+        classifier.predict(dataset)
+
+
+def test_a_dataset_of_pairs_without_targets_is_read_for_its_labels(paths: list[Path]) -> None:
+    dataset = Items([(path, int(path.parent.name == "noon")) for path in paths])
+    dataset.classes = ["dusk", "noon"]  # type: ignore[attr-defined]
+    classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(dataset)
+    assert classifier.class_counts_.tolist() == [3, 3]
+    with pytest.raises(ValueError, match="y is None"):
+        SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(paths)
+
+
+def test_a_tiff_that_pillow_does_not_read_is_called_one() -> None:
+    tags = {256: 2, 257: 2, 258: 32, 259: 1, 262: 2, 273: 8, 277: 3, 278: 2, 279: 48, 339: 3}
+    directory = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", tag, 4, 1, n) for tag, n in tags.items())
+    data = b"II*\0" + struct.pack("<I", 56) + bytes(48) + directory + bytes(4)
+    with pytest.raises(ImageError, match="a TIFF of a kind that Pillow does not read, such as colours in floats"):
+        tensor_of([data])
+
+
+def test_an_image_that_was_closed_is_called_closed(paths: list[Path]) -> None:
+    unread, read = Image.open(paths[0]), Image.open(paths[0])
+    read.load()
+    for image in (unread, read):
+        image.close()
+        with pytest.raises(ImageError, match=r"image 0 .*closed before its pixels were read: pass its path"):
+            tensor_of([image])
+
+
+def test_the_device_meta_is_refused() -> None:
+    with pytest.raises(ValueError, match="device 'meta' computes nothing"):
+        tiny_classifier().set_params(device="meta").fit([np.zeros((8, 8))] * 2, [0, 1])
