@@ -231,6 +231,9 @@ def _to_rgb(image: Image.Image, depth: _Depth, value_range: ValueRange | None) -
     if depth.upper_bytes and value_range is None:
         low, high = zip(*image.getextrema(), strict=True)
         span = Span(65535, 257 * min(low), 257 * max(high))
+    elif depth.upper_bytes and value_range is not None and image.mode == "RGB":
+        middle = np.asarray(image).astype(np.uint16) * 256 + 128  # of what the upper byte leaves open
+        image = Image.fromarray(to_eight_bits(middle, value_range))
     if image.has_transparency_data:
         if depth.transparent is not None and depth.transparent != image.info.get("transparency"):
             image = image.copy()

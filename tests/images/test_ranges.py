@@ -78,6 +78,13 @@ def test_the_range_that_the_warning_proposes_gives_the_true_picture(grey: NDArra
             assert (tensor - true).abs().max() * 127.5 <= 1.01
 
 
+def test_a_range_for_colours_of_sixteen_bits_is_as_good_as_their_upper_bytes(grey: NDArray[np.float64]) -> None:
+    data = png(np.rint(grey * 4095).astype(np.uint16), colours=3)
+    tensor, said = read([data], value_range=(0, 4095))
+    assert said == []
+    assert (tensor - read([grey])[0]).abs().max() * 127.5 <= 9  # sixteen steps of 16
+
+
 def test_one_picture_with_the_full_range_keeps_a_dark_collection_from_warning(grey: NDArray[np.float64]) -> None:
     dark = Image.fromarray(np.rint(grey * 4095).astype(np.uint16))
     bright = Image.fromarray(np.rint(grey * 65535).astype(np.uint16))
