@@ -74,8 +74,8 @@ def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
             return image
         if name is None and _starts_as_tiff(file):
             raise UnidentifiedImageError(
-                "a TIFF of a kind that Pillow does not read, such as colours in floats: convert it to 8 bits a colour, "
-                "or read it with tifffile and pass the array"
+                "it cannot be decoded: a damaged TIFF, or one that Pillow does not read, such as colours in floats. "
+                "Convert it to 8 bits a colour, or read it with tifffile and pass the array"
             ) from error
         if name is None:
             raise UnidentifiedImageError("not an image file of a known format") from error

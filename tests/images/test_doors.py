@@ -138,7 +138,7 @@ def test_a_tiff_that_pillow_does_not_read_is_called_one() -> None:
     tags = {256: 2, 257: 2, 258: 32, 259: 1, 262: 2, 273: 8, 277: 3, 278: 2, 279: 48, 339: 3}
     directory = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", tag, 4, 1, n) for tag, n in tags.items())
     data = b"II*\0" + struct.pack("<I", 56) + bytes(48) + directory + bytes(4)
-    with pytest.raises(ImageError, match="a TIFF of a kind that Pillow does not read, such as colours in floats"):
+    with pytest.raises(ImageError, match="a damaged TIFF, or one that Pillow does not read, such as colours in floats"):
         tensor_of([data])
 
 
