@@ -28,8 +28,10 @@ import typer
 from numpy.typing import NDArray
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.decode import decode_batches, read_square_array
+from fewshot_mahalanobis.images.decode import DecodedBatch, decode_batches
 from fewshot_mahalanobis.images.folders import find_images, is_image_name
+from fewshot_mahalanobis.images.picture import read_square
+from fewshot_mahalanobis.images.ranges import checked_range
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -252,12 +254,12 @@ class _Worker:
 
     def _read(self, path: str) -> NDArray[np.uint8] | str:
         """One image as uint8 (size, size, 3), or why it cannot be read."""
-        size = self.classifier.model_.image_size
+        size, value_range = self.classifier.model_.image_size, checked_range(self.classifier.value_range)
         try:
             if self.filesystem is None:
-                return read_square_array(path, size)
+                return read_square(path, size, value_range).pixels
             with self.filesystem.open_input_file(path) as file:
-                return read_square_array(file, size)
+                return read_square(file, size, value_range).pixels
         except (OSError, ValueError) as error:
             return str(error)
 
@@ -265,7 +267,7 @@ class _Worker:
         """Label of each image, and the probability of its most probable class."""
         if not images:
             return []
-        answers = self.classifier.predict_all(images)
+        answers = self.classifier.predict_all(DecodedBatch([*range(len(images))], np.stack(images)))
         return list(zip(answers.labels.tolist(), answers.probabilities.max(axis=1).tolist(), strict=True))
 
 
