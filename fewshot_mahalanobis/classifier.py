@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from fewshot_mahalanobis.networks.devices import check_precision, choose_device,
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import MAX_CPU_PIXELS, AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.support_set.calibration import check_settings
+from fewshot_mahalanobis.support_set.copies import checked_groups, copies_found, near_copies, warn_of_copies
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -162,7 +163,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         self.n_jobs = n_jobs
         self.verbose = verbose
 
-    def fit(self, X: Any, y: ArrayLike | None = None) -> SimpleCNAPSClassifier:
+    def fit(self, X: Any, y: ArrayLike | None = None, groups: Iterable[Any] | None = None) -> SimpleCNAPSClassifier:
         """Adapt to a support set and return the classifier itself. After an error it is what it was before.
 
         Parameters
@@ -172,6 +173,11 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             ``classes``, such as torchvision's ``ImageFolder``.
         y : array-like of shape (n,)
             Labels: strings, or numbers of one type (integers, Booleans, whole floats); at least two different ones.
+        groups : sequence of n strings or numbers, optional
+            Images of one group, such as frames of one video or pictures of one object, are left out together where
+            threshold, temperature and settings are chosen by leaving images out; each group counts once. A group may
+            have images of several classes. By default copies are recognised and form groups: the same image of a class
+            again, compressed, mirrored or slightly cropped. A UserWarning says how many there are.
 
         Raises
         ------
@@ -191,7 +197,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         dtype = choose_dtype(self.precision, model)
         head = model.head_named(self.head)
         batches = self._batches(X, model.image_size, "fit")
-        labels = checked_labels(y, batches.n_images)
+        labels, names = checked_labels(y, batches.n_images), checked_groups(groups, batches.n_images)
         classes, codes = np.unique(labels, return_inverse=True)
         if len(classes) < 2:
             raise ValueError(f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}")
@@ -203,12 +209,13 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         network, batch_size = within_memory(lambda size: adapted(batch_size=size), batch_size)
         unadapted = model.with_film(None, dtype) if self.unknown_label is not None and network.film else None
         support, _ = _features(network, unadapted, images, batch_size)
-        fitted_head = self._fitted(head, support, targets, classes)
+        fitted_head = self._fitted(head, support, targets, classes, names)
+        warn_of_copies(fitted_head.groups, names)
         task = AdaptedTask(network, fitted_head, unadapted)
         self._set(device_=device, model_=model, precision_=self.precision, task_=task)
         return self
 
-    def partial_fit(self, X: Any, y: ArrayLike) -> SimpleCNAPSClassifier:
+    def partial_fit(self, X: Any, y: ArrayLike, groups: Iterable[Any] | None = None) -> SimpleCNAPSClassifier:
         """Add support images of known or new classes.
 
         The network stays adapted as by the first ``fit``; the result is that of one fit to all support images so far
@@ -220,6 +227,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         X : collection of n images
         y : array-like of shape (n,)
             Labels, of the type given to ``fit``.
+        groups : sequence of n strings or numbers, optional
+            As for ``fit``; equal groups of different calls are one. Without them new images are compared with all
+            images so far.
 
         Raises
         ------
@@ -227,10 +237,11 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             As ``fit``, or a label is of another type than before. The fitted state is kept.
         """
         if not hasattr(self, "task_"):
-            return self.fit(X, y)
+            return self.fit(X, y, groups)
         before = self.fitted_head_
         batches = self._query_batches(X, "partial_fit")
         labels = checked_labels(y, batches.n_images)
+        names = before.group_names + checked_groups(groups, batches.n_images)
         kind, known = label_kind(labels.tolist()[0]), label_kind(before.classes.tolist()[0])
         if kind != known:
             raise ValueError(
@@ -249,11 +260,14 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
                 stacklevel=2,
             )
         support = Features.joined([old, *self._features(batches, network, unadapted)])
-        fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), classes)
+        fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), classes, names)
+        warn_of_copies(fitted_head.groups, names, copies_found(before.groups, before.group_names))
         self._set(task_=AdaptedTask(network, fitted_head, unadapted))
         return self
 
-    def _fitted(self, head: Any, support: Features, labels: torch.Tensor, classes: NDArray[Any]) -> FittedHead:
+    def _fitted(
+        self, head: Any, support: Features, labels: torch.Tensor, classes: NDArray[Any], group_names: list[Any]
+    ) -> FittedHead:
         return FittedHead.fit(
             head,
             support,
@@ -262,6 +276,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             temperature=self.temperature,
             unknown_label=self.unknown_label,
             false_rejection_rate=self.false_rejection_rate,
+            group_names=group_names,
+            copies=near_copies,
         )
 
     def _set(self, **fitted: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
 from typing import Any
 
@@ -15,6 +15,7 @@ from sklearn.utils.validation import validate_data
 
 from fewshot_mahalanobis.gaussians.checks import class_means
 from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, LinearHead, MahalanobisHead, make_head
+from fewshot_mahalanobis.support_set.copies import checked_groups, copies_found, equal_rows, warn_of_copies
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -100,7 +101,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         self.unknown_label = unknown_label
         self.false_rejection_rate = false_rejection_rate
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> MahalanobisClassifier:
+    def fit(self, X: ArrayLike, y: ArrayLike, groups: Iterable[Any] | None = None) -> MahalanobisClassifier:
         """Fit the Gaussian of each class.
 
         Parameters
@@ -108,6 +109,11 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         X : array-like of shape (n, d)
         y : array-like of shape (n,)
             Labels of any type.
+        groups : sequence of n strings or numbers, optional
+            Examples of one group, such as copies or frames of one video, are left out together where settings,
+            temperature and threshold are chosen by leaving examples out; each group counts once. A group may have
+            examples of several classes. By default, examples of one class with equal features are a group, if the
+            features are not of a kind that is often equal by chance.
 
         Raises
         ------
@@ -117,14 +123,20 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         Warns
         -----
         UserWarning
-            ``false_rejection_rate`` is smaller than so few examples can guarantee.
+            ``false_rejection_rate`` is smaller than so few examples can guarantee, or examples are copies.
         """
         fresh = copy(self)
         features, labels = validate_data(fresh, X, label_array(y), dtype=np.float64)
         check_classification_targets(labels)
-        return self._become(fresh, features, labels, allowed=None)
+        return self._become(fresh, features, labels, checked_groups(groups, len(labels)), None, allowed=None)
 
-    def partial_fit(self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None) -> MahalanobisClassifier:
+    def partial_fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        classes: ArrayLike | None = None,
+        groups: Iterable[Any] | None = None,
+    ) -> MahalanobisClassifier:
         """Add examples, of known or new classes: equal to ``fit`` on all examples given so far.
 
         The examples are kept for that, as Sigma and the class covariances need them.
@@ -136,6 +148,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         classes : array-like, optional
             Every label that may ever occur, remembered by later calls; ``classes_`` holds those that have occurred.
             If no call names them, any label may occur.
+        groups : sequence of n strings or numbers, optional
+            As for ``fit``; equal groups of different calls are one.
 
         Raises
         ------
@@ -147,26 +161,30 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         first = not hasattr(self, "classes_")
         features, labels = validate_data(fresh, X, label_array(y), dtype=np.float64, reset=first)
         check_classification_targets(labels)
+        names = checked_groups(groups, len(labels))
         allowed = None if first else self._allowed
         if classes is not None:
             named = unique_labels(label_array(classes))
             if allowed is not None and named.tolist() != allowed.tolist():
                 raise ValueError(f"classes are {named.tolist()}, but an earlier partial_fit named {allowed.tolist()}")
             allowed = named
-        if not first:
-            before = self.fitted_head_
+        before = None if first else self.fitted_head_
+        if before is not None:
             unique_labels(before.support_labels, labels)  # raises where strings would meet numbers
             features = np.concatenate([before.support.adapted.numpy(), features])
             labels = joined_labels(before.support_labels, labels)
+            names = before.group_names + names
         if allowed is not None and (unknown := {*labels.tolist()} - {*allowed.tolist()}):
             raise ValueError(f"label {min(unknown)!r} is not among the classes {allowed.tolist()}")
-        return self._become(fresh, features, labels, allowed)
+        return self._become(fresh, features, labels, names, before, allowed)
 
     def _become(
         self,
         fresh: MahalanobisClassifier,
         features: NDArray[np.float64],
         labels: NDArray[Any],
+        group_names: list[Any],
+        before: FittedHead | None,
         allowed: NDArray[Any] | None,
     ) -> MahalanobisClassifier:
         """Fit ``fresh``, a copy of this estimator, and take its place: an error leaves this one untouched."""
@@ -181,7 +199,11 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             unknown_label=self.unknown_label,
             false_rejection_rate=self.false_rejection_rate,
             similarities=False,
+            group_names=group_names,
+            copies=equal_rows,
         )
+        known = 0 if before is None else copies_found(before.groups, before.group_names)
+        warn_of_copies(fresh.fitted_head_.groups, group_names, known)
         self.__dict__ = fresh.__dict__
         return self
 

@@ -8,6 +8,7 @@ The file has these tensors:
 ``support_features``     Features of the support images, float32 (n, d)
 ``unadapted_features``   Features without adaptation, if the outlier score compares them
 ``support_labels``       Their classes, int64 (n,), as indices into the sorted labels
+``support_groups``       Groups that are left out together, int64 (n,), if there are any
 =======================  =====================================================================================
 
 Weights and FiLM parameters are float16 where that is lossless. The metadata has ``format`` and, as JSON in
@@ -109,7 +110,7 @@ class Fitted(_Record):
     """What :meth:`FittedHead.kept` returns beside tensors and labels.
 
     A name as ``head`` stands for the head that the model has or makes (``SimpleCNAPS.head_named``). ``settled`` is None
-    if it is ``head`` itself.
+    if it is ``head`` itself. ``group_names`` is None if the user named no group.
     """
 
     head: str | dict[str, Any]
@@ -118,6 +119,7 @@ class Fitted(_Record):
     unknown_label: str | int | float | None
     threshold: float | None
     units: tuple[tuple[float, float], ...] | None
+    group_names: list[str | int | float | None] | None = None
 
 
 class Header(_Record):
@@ -159,6 +161,8 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
     tensors["support_labels"] = kept["labels"].contiguous()
     if support.unadapted is not None:
         tensors["unadapted_features"] = support.unadapted.contiguous()
+    if kept["groups"] is not None:
+        tensors["support_groups"] = kept["groups"].contiguous()
     parameters, head, settled = state.parameters, state.fitted_head.head, state.fitted_head.settled
     header = Header(
         version=VERSION,
@@ -182,6 +186,7 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
         fitted=Fitted(
             head=state.model.config["head"] if head is state.model.head else describe_head(head),
             settled=None if settled is head else describe_head(settled),
+            group_names=None if set(kept["group_names"]) == {None} else kept["group_names"],
             **{name: kept[name] for name in ("temperature", "unknown_label", "threshold", "units")},
         ),
     )
@@ -262,6 +267,8 @@ def read_classifier(
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
             expected["support_features"] = torch.empty(*shots[:1], model.feature_extractor.out_features)
             expected["support_labels"] = torch.empty(*shots[:1], dtype=torch.int64)
+            if "support_groups" in names:
+                expected["support_groups"] = expected["support_labels"]
             for name in ("unadapted_features", "frozen_features"):  # the second is its name in version 2
                 if name in names:
                     expected[name] = expected["support_features"]
@@ -336,11 +343,15 @@ def _state(
     unknown = fitted.unknown_label  # NumPy pads every string to the longest
     if isinstance(unknown, str) and 4 * len(unknown) * (len(classes) + 1) > MAX_LABEL_BYTES:
         raise ValueError(f"an unknown_label of {len(unknown)} characters")
+    group_names = [None] * len(labels) if fitted.group_names is None else fitted.group_names
+    groups = tensors.get("support_groups")
+    if len(group_names) != len(labels):
+        raise ValueError(f"{len(group_names)} names of groups of {len(labels)} support images")
     head = model.head_named(fitted.head if isinstance(fitted.head, str) else head_from_description(fitted.head))
     unadapted = tensors.get("unadapted_features", tensors.get("frozen_features"))
     support = Features(tensors["support_features"], unadapted).to(target)
     if fitted.settled is None:
-        settled = head.settled(support.adapted, labels.to(target))
+        settled = head.settled(support.adapted, labels.to(target), None if groups is None else groups.to(target))
     else:
         settled = head_from_description(fitted.settled).to(target)
     fitted_head = FittedHead.from_kept(
@@ -354,6 +365,8 @@ def _state(
             "unknown_label": fitted.unknown_label,
             "threshold": fitted.threshold,
             "units": fitted.units,
+            "groups": None if groups is None else groups.to(target),
+            "group_names": group_names,
         }
     )
     film = Film.from_tensors(tensors).to(target) or None

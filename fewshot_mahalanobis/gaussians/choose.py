@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fewshot_mahalanobis.gaussians.checks import check_support
+from fewshot_mahalanobis.gaussians.groups import examples_left, group_weights, joined_groups
 from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
@@ -18,7 +19,9 @@ BETA_GRID = tuple(10.0 ** (half / 2) for half in range(4, -6, -1))
 _PRIOR_CENTRE, _PRIOR_SPREAD = 1.0, 0.5
 
 
-def choose_beta(settings: CovarianceSettings, features: Tensor, labels: Tensor) -> CovarianceSettings:
+def choose_beta(
+    settings: CovarianceSettings, features: Tensor, labels: Tensor, groups: Tensor | None = None
+) -> CovarianceSettings:
     """Replace a beta of "auto" by the most probable one under leave-one-out and a prior.
 
     Twenty-five examples say little about beta, and the best of many candidates on so few is the luckiest. So beta has a
@@ -36,11 +39,13 @@ def choose_beta(settings: CovarianceSettings, features: Tensor, labels: Tensor) 
     features : Tensor of shape (n, d)
     labels : int64 Tensor of shape (n,)
         0..k-1, every class with at least one example.
+    groups : int64 Tensor of shape (n,), optional
+        Examples of equal number are left out together, and count as one.
 
     Returns
     -------
     CovarianceSettings
-        Beta is one of ``BETA_GRID`` times v. If no class has two examples nothing can be left out, and beta is v. If v
+        Beta is one of ``BETA_GRID`` times v. If no class has two groups nothing can be left out, and beta is v. If v
         is zero beta does not matter, and is 1.
 
     Raises
@@ -50,16 +55,19 @@ def choose_beta(settings: CovarianceSettings, features: Tensor, labels: Tensor) 
     """
     if settings.beta != "auto":
         return settings
-    counts = check_support(features, labels)
+    check_support(features, labels)
     features = features.detach().double()
     variance = float(features.var(dim=0).mean()) if len(features) > 1 else 0.0
-    if variance == 0.0 or counts.max() == 1:
+    groups = joined_groups(groups)
+    stays = examples_left(labels, groups) > 0
+    if variance == 0.0 or not stays.any():
         return replace(settings, beta=variance or 1.0)
-    left_out = int(counts[counts > 1].sum())
+    weights = None if groups is None else group_weights(groups)
+    left_out = float(stays.sum() if weights is None else weights[stays].sum())
     posterior: list[tuple[float, CovarianceSettings]] = []
     for factor in BETA_GRID:
         candidate = replace(settings, beta=factor * variance)
-        loss = temperature_fit(-leave_one_out_distance(candidate, features, labels), labels, 1.0).loss
+        loss = temperature_fit(-leave_one_out_distance(candidate, features, labels, groups), labels, 1.0, weights).loss
         deviation = (math.log10(factor) - _PRIOR_CENTRE) / _PRIOR_SPREAD
         posterior.append((left_out * loss + 0.5 * deviation**2, candidate))
     return min(posterior, key=lambda pair: pair[0])[1]

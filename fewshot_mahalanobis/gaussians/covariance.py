@@ -115,9 +115,14 @@ class RegularizedCovariance(nn.Module):
         with full_precision(features):
             return ClassGaussians(features, labels, counts, choose_beta(self.settings, features, labels))
 
-    def with_chosen_settings(self, features: Tensor, labels: Tensor) -> RegularizedCovariance:
-        """Return the module with a beta of "auto" replaced by the one chosen on the support set (n, d), (n,)."""
-        return self.of(choose_beta(self.settings, features, labels)) if self.settings.beta == "auto" else self
+    def with_chosen_settings(
+        self, features: Tensor, labels: Tensor, groups: Tensor | None = None
+    ) -> RegularizedCovariance:
+        """Return the module with a beta of "auto" replaced by the one chosen on the support set.
+
+        For features (n, d), labels (n,), and ``groups`` (n,) that are left out together.
+        """
+        return self.of(choose_beta(self.settings, features, labels, groups)) if self.settings.beta == "auto" else self
 
     def extra_repr(self) -> str:
         """Name the settings in ``repr``; those beyond the paper where they are not the paper's."""

@@ -17,6 +17,18 @@ S's vector, and for i's own class v_i too. The Woodbury identity gives every dis
     delta^T (B - U U^T)^-1 delta = delta^T B^-1 delta + t^T (I - U^T B^-1 U)^-1 t,    t = U^T B^-1 delta
 
 The cost is about two fits and one prediction of the support set; n refits cost n fits.
+
+Examples of one group G, such as copies of a picture, are left out together. With X and V the x_i and v_i of its g
+members as rows, of which g_k are of class k, and J = 1 1^T,
+
+    (n - g - 1)            Sigma   without G = (n - 1)   Sigma   - X^T A X,          A^-1 = I - J / n
+    (n_k - g_k - 1)        Sigma_k without G = (n_k - 1) Sigma_k - V_k^T A_k V_k,    A_k^-1 = I - J / n_k
+    (n - g - (k - gone))   W       without G = (n - k)   W       - sum_k V_k^T A_k V_k
+
+where ``gone`` counts the classes of which nothing stays; those have A_k = I. Again Q_j without G is B_j - U^T A U, B_j
+the same for all groups of one size, and
+
+    delta^T (B - U^T A U)^-1 delta = delta^T B^-1 delta + t^T (A^-1 - U B^-1 U^T)^-1 t,    t = U B^-1 delta.
 """
 
 from __future__ import annotations
@@ -26,8 +38,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.checks import check_support, full_precision, result_dtype, working_dtype
+from fewshot_mahalanobis.gaussians.groups import groups_by_size, joined_groups
 from fewshot_mahalanobis.gaussians.low_rank import (
     MAX_CHUNK_NUMBERS,
     MIN_ROUNDINGS,
@@ -44,7 +58,9 @@ from fewshot_mahalanobis.gaussians.low_rank import (
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 
 
-def leave_one_out_distance(settings: CovarianceSettings, features: Tensor, labels: Tensor) -> Tensor:
+def leave_one_out_distance(
+    settings: CovarianceSettings, features: Tensor, labels: Tensor, groups: Tensor | None = None
+) -> Tensor:
     """Squared Mahalanobis distance of each support example to each class of the Gaussians fitted to the others.
 
     Parameters
@@ -55,11 +71,14 @@ def leave_one_out_distance(settings: CovarianceSettings, features: Tensor, label
         As for :class:`~fewshot_mahalanobis.RegularizedCovariance`.
     labels : int64 Tensor of shape (n,)
         0..k-1, every class with at least one example.
+    groups : int64 Tensor of shape (n,), optional
+        Examples of equal number are left out together, whatever their classes. By default each is left out alone.
 
     Returns
     -------
     Tensor of shape (n, k)
-        Row i, column j: fitted without example i, its distance to class j. Infinite where class j has no other example.
+        Row i, column j: fitted without example i and its group, its distance to class j. Infinite where class j has
+        no other example.
         In the features' dtype, float32 at least; differentiable.
 
     Raises
@@ -73,6 +92,8 @@ def leave_one_out_distance(settings: CovarianceSettings, features: Tensor, label
         x = features.to(working_dtype(features))
         centre = x.mean(dim=0)
         x = x - centre
+        if (groups := joined_groups(groups)) is not None:
+            return _without_groups(x, labels, counts, groups, centre, settings).to(result_dtype(features))
         left = _shared_without_one(x, labels, counts, settings)
         distances = x.new_full((len(x), len(counts)), torch.inf)
         for group in class_groups(x, labels, counts, centre, settings):
@@ -185,3 +206,153 @@ def _kept(share: Tensor) -> Tensor:
             "scale the features down or raise beta"
         )
     return share
+
+
+# ---------------------------------------------------------------- groups
+
+
+@dataclass(frozen=True, eq=False)
+class _LeftGroups:
+    """S without one of G groups is ``shared`` less ``shared.scale`` V^T A V, V the ``vectors`` of its members."""
+
+    rows: Tensor  # (G, g), the members
+    labels: Tensor  # (G, g), their classes
+    shared: SharedCovariance
+    vectors: Tensor  # (n, d)
+    inverse_weights: Tensor  # A^-1 (G, g, g)
+
+
+def _without_groups(
+    x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor, centre: Tensor, settings: CovarianceSettings
+) -> Tensor:
+    """Distances (n, k) of centred examples to the classes without their groups."""
+    distances = x.new_full((len(x), len(counts)), torch.inf)
+    classes = class_groups(x, labels, counts, centre, settings)
+    for left in _left_groups(x, labels, counts, groups, settings):
+        rows = left.rows.flatten()
+        for group in classes:
+            metric = make_metric(group, left.shared, settings.ridge)
+            columns = _of_untouched_classes(metric, x, left, group.shared_weight * left.shared.scale)
+            distances = distances.index_put((rows[:, None], group.classes[None]), columns)
+        held = F.one_hot(left.labels, len(counts)).sum(dim=1)  # members in each class (G, k)
+        gone = (held == counts).repeat_interleave(left.rows.shape[1], dim=0)
+        distances = distances.index_copy(0, rows, distances[rows].masked_fill(gone, torch.inf))
+        touched = ((held > 0) & (held < counts)).nonzero()  # (group, class) of which something stays (P, 2)
+        sizes = torch.stack([counts[touched[:, 1]], held[touched[:, 0], touched[:, 1]]], dim=1)
+        for shots, lost in sizes.unique(dim=0).tolist():
+            pairs = touched[(sizes == sizes.new_tensor([shots, lost])).all(dim=1)]
+            members = _members(labels, counts, pairs[:, 1], shots)  # (P, shots)
+            if shots - lost == 1:
+                stays = ~(members[:, :, None] == left.rows[pairs[:, 0], None]).any(dim=2)
+                own = _of_classes_of_one(x, members[stays], pairs, left, centre, settings)
+            else:
+                own = _of_touched_classes(x, members, pairs, shots - lost, left, settings)
+            distances = distances.index_put((left.rows[pairs[:, 0]], pairs[:, 1:]), own)
+    return distances
+
+
+def _left_groups(
+    x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor, settings: CovarianceSettings
+) -> list[_LeftGroups]:
+    """All groups; together those of one size without which S has the same divisor."""
+    n, k = len(x), len(counts)
+    of_task = settings.shared == "task"
+    vectors = x if of_task else deviations(x, labels, counts)
+    found = []
+    for rows in groups_by_size(groups):
+        within, shots = (torch.zeros_like(rows), counts.new_tensor([n])) if of_task else (labels[rows], counts)
+        gone = (F.one_hot(labels[rows], k).sum(dim=1) == counts).sum(dim=1)
+        freedom = n - rows.shape[1] - (torch.ones_like(gone) if of_task else k - gone)
+        for divisor in freedom.unique().tolist():
+            empty = settings.without_shared or divisor < 1  # nothing is left of S
+            shared = SharedCovariance(x[:0], 0.0) if empty else SharedCovariance(vectors, 1.0 / divisor)
+            chosen = freedom == divisor
+            inverse_weights = removal_weights(within[chosen], shots)
+            found.append(_LeftGroups(rows[chosen], labels[rows[chosen]], shared, vectors, inverse_weights))
+    return found
+
+
+def removal_weights(labels: Tensor, counts: Tensor) -> Tensor:
+    """A^-1 (G, g, g) of groups whose members have ``labels`` (G, g): I - J / n_k in each class that stays."""
+    dtype, same = working_dtype(labels), labels[:, :, None] == labels[:, None]
+    shots = counts[labels][:, None]
+    stays = same.sum(dim=1, keepdim=True) < shots
+    return torch.eye(labels.shape[1], dtype=dtype, device=labels.device) - (same & stays) / shots.to(dtype)
+
+
+def _members(labels: Tensor, counts: Tensor, classes: Tensor, shots: int) -> Tensor:
+    """Rows (P, shots) of the examples of ``classes`` (P,), which have so many."""
+    order, starts = labels.argsort(stable=True), counts.cumsum(0) - counts
+    return order[starts[classes, None] + torch.arange(shots, device=labels.device)]
+
+
+def _of_untouched_classes(metric: Metric, x: Tensor, left: _LeftGroups, removed: float) -> Tensor:
+    """Distances (G g, k') of the members to the means of ``metric``, under B_j less ``removed`` V^T A V."""
+    columns = []
+    size = left.rows.shape[1]
+    step = max(1, MAX_CHUNK_NUMBERS // (size * (metric.numbers_per_query() + size * len(metric.means))))
+    for rows, inverse_weights in zip(left.rows.split(step), left.inverse_weights.split(step), strict=True):
+        distance = metric.squared_distance(x[rows.flatten()])
+        if removed:
+            gram, cross = metric.group_products(left.vectors[rows], x[rows])
+            t = _solve(inverse_weights - removed * gram, math.sqrt(removed) * cross)
+            distance = distance + t.square().sum(dim=2).flatten(1).T
+        columns.append(distance)
+    return torch.cat(columns)
+
+
+def _of_classes_of_one(
+    x: Tensor, rest: Tensor, pairs: Tensor, left: _LeftGroups, centre: Tensor, settings: CovarianceSettings
+) -> Tensor:
+    """Distances (P, g) of the members of P groups to classes of which one example stays, in row ``rest`` (P,)."""
+    rows = left.rows[pairs[:, 0]]
+    group = class_group(x[rest][:, None], pairs[:, 1], centre, settings)
+    metric = make_metric(group, left.shared, settings.ridge)
+    delta = metric.coordinates(x[rows]) - metric.mean_coordinates()
+    u = math.sqrt(group.shared_weight * left.shared.scale) * metric.coordinates(left.vectors[rows])
+    return _downdated(delta, u, left.inverse_weights[pairs[:, 0]])
+
+
+def _of_touched_classes(
+    x: Tensor, members: Tensor, pairs: Tensor, shots: int, left: _LeftGroups, settings: CovarianceSettings
+) -> Tensor:
+    """Distances (P, g) of the members of P groups to classes (P, n_k) of which ``shots`` > 1 examples stay."""
+    # A table (k', w) of the pairs of each class, in which its first fills what is empty.
+    classes, places, numbers = pairs[:, 1].unique(return_inverse=True, return_counts=True)
+    order, starts = places.argsort(stable=True), numbers.cumsum(0) - numbers
+    slots = torch.arange(len(pairs), device=x.device) - starts.repeat_interleave(numbers)
+    table = order[starts, None].repeat(1, int(numbers.max()))
+    table[places[order], slots] = order
+    lost, of_class = pairs[table, 0], x[members[table[:, 0]]]  # groups (k', w), examples (k', n_k, d)
+
+    weight = settings.class_weight(shots)
+    roots = class_roots(of_class, weight, shots - 1)
+    group = ClassGroup(classes, of_class.mean(dim=1), roots, 1.0 - weight)
+    metric = make_metric(group, left.shared, settings.ridge)
+    rows = left.rows[lost]  # (k', w, g)
+    v, vectors = (metric.coordinates(z[rows].flatten(1, 2)).unflatten(1, rows.shape[1:]) for z in (x, left.vectors))
+    own = (left.labels[lost] == classes[:, None, None]).to(x)
+    v = v - metric.mean_coordinates()[:, None]
+    of_own = own[..., None] * v
+    delta = v + of_own.sum(dim=2, keepdim=True) / shots  # x less the mean of those that stay
+    u = [math.sqrt(weight / (shots - 1)) * of_own, math.sqrt(group.shared_weight * left.shared.scale) * vectors]
+    g = rows.shape[2]
+    inverse_weights = x.new_zeros(*rows.shape[:2], 2 * g, 2 * g)
+    identity = torch.eye(g, dtype=x.dtype, device=x.device)
+    inverse_weights[..., :g, :g] = identity - own[..., None] * own[..., None, :] / members.shape[1]
+    inverse_weights[..., g:, g:] = left.inverse_weights[lost]
+    found = _downdated(delta, torch.cat(u, dim=2), inverse_weights)
+    return found[places[order], slots][order.argsort()]
+
+
+def _downdated(delta: Tensor, u: Tensor, inverse_weights: Tensor) -> Tensor:
+    """Squared lengths (..., g) of ``delta`` (..., g, p) under I - U^T A U, U (..., r, p) and A^-1 (..., r, r)."""
+    t = _solve(inverse_weights - u @ u.mT, u @ delta.mT)
+    return delta.square().sum(dim=-1) + t.square().sum(dim=-2)
+
+
+def _solve(rest: Tensor, cross: Tensor) -> Tensor:
+    """L^-1 ``cross`` for L L^T = ``rest``."""
+    lower, _ = torch.linalg.cholesky_ex(rest)
+    _kept(lower.diagonal(dim1=-2, dim2=-1).square())
+    return torch.linalg.solve_triangular(lower, cross, upper=False)

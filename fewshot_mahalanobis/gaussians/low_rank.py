@@ -278,6 +278,12 @@ class CholeskyMetric:
         at_u, at_x = self.coordinates(u[None]), self.coordinates(x - self.means[:, None])
         return at_u.square().sum(dim=2).T, (at_u * at_x).sum(dim=2).T
 
+    def group_products(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The same within G groups of vectors u (G, g, d) and x (G, h, d): (k', G, g, g) and (k', G, g, h)."""
+        at_u = self.coordinates(u.flatten(0, 1)[None]).unflatten(1, u.shape[:2])
+        at_x = self.coordinates(x.flatten(0, 1) - self.means[:, None]).unflatten(1, x.shape[:2])
+        return at_u @ at_u.mT, at_u @ at_x.mT
+
     def mean_coordinates(self) -> Tensor:
         """The means there, (k', 1, d)."""
         return self.coordinates(self.means[:, None])
@@ -334,6 +340,17 @@ class LowRankMetric:
         size = w_u.square().sum(dim=1)[:, None] - along_u.square().sum(dim=2)
         cross = (w_u * w_x).sum(dim=1)[:, None] - w_u @ self.means.T
         return size, cross - (along_u * (along_x - self.means_along)).sum(dim=2)
+
+    def group_products(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The same within G groups of vectors u (G, g, d) and x (G, h, d): (k', G, g, g) and (k', G, g, h)."""
+        reduction = self.ridge.reduction
+        w_u, w_x = (self.whitening(z.flatten(0, 1)).unflatten(0, z.shape[:2]) for z in (u, x))
+        along_u, along_x = (
+            (w @ reduction.flatten(0, 1).T).unflatten(2, reduction.shape[:2]).permute(2, 0, 1, 3) for w in (w_u, w_x)
+        )
+        gram = w_u @ w_u.mT - along_u @ along_u.mT
+        cross = w_u @ w_x.mT - (w_u @ self.means.T).permute(2, 0, 1)[..., None]
+        return gram, cross - along_u @ (along_x - self.means_along[:, None, None]).mT
 
     def mean_coordinates(self) -> Tensor:
         """The means there, (k', 1, p + r)."""

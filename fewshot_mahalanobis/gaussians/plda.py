@@ -29,15 +29,24 @@ and the scale maximise the leave-one-out likelihood.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.checks import check_support, class_means, result_dtype, working_dtype
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
-from fewshot_mahalanobis.gaussians.low_rank import deviations
+from fewshot_mahalanobis.gaussians.groups import (
+    effective_counts,
+    examples_left,
+    group_weights,
+    groups_by_size,
+    joined_groups,
+)
+from fewshot_mahalanobis.gaussians.leave_one_out import removal_weights
+from fewshot_mahalanobis.gaussians.low_rank import MAX_CHUNK_NUMBERS, deviations
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 
 #: Candidates for log10(beta / v), v the mean variance of a feature over the support set.
@@ -166,21 +175,23 @@ def relative_distance(to_means: Tensor, shrink: Tensor, ratio: Tensor, to_centre
     return distance / ratio + freedom * ratio.log()
 
 
-def choose_plda_settings(features: Tensor, labels: Tensor) -> PldaSettings:
+def choose_plda_settings(features: Tensor, labels: Tensor, groups: Tensor | None = None) -> PldaSettings:
     """Choose all settings of the model on a support set.
 
     log10(beta / v), v the mean variance of a feature, has a normal prior; on a coarse grid of it the leave-one-out
     likelihood is exact, and beta is the mean of log beta under the posterior. t is the mean squared distance of a
     left-out example to the mean of its class, less what that mean's own noise adds; b is what is left of the mean
     squared distance of class means to c when their noise is taken away. Where no feature is negative, square roots are
-    taken if they are more likely at the prior's centre. If every class has one example nothing can be left out: S is
-    the task covariance, and all else the prior's.
+    taken if they are more likely at the prior's centre. If every class has one example, or one group, nothing can be
+    left out: S is the task covariance, and all else the prior's. Every group counts as one left-out example.
 
     Parameters
     ----------
     features : Tensor of shape (n, d)
     labels : int64 Tensor of shape (n,)
         0..k-1, every class with at least one example.
+    groups : int64 Tensor of shape (n,), optional
+        Examples of equal number are left out together.
 
     Raises
     ------
@@ -190,46 +201,41 @@ def choose_plda_settings(features: Tensor, labels: Tensor) -> PldaSettings:
     counts = check_support(features, labels)
     x = features.detach().to(working_dtype(features))
     variance = float(x.var(dim=0).mean()) if len(x) > 1 else 0.0
-    unit = variance or 1.0
-    if variance == 0.0 or int(counts.max()) == 1:
+    unit, groups = variance or 1.0, joined_groups(groups)
+    if variance == 0.0 or int(examples_left(labels, groups).max()) == 0:
         return PldaSettings(unit * 10**_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, 0.0, _ONE_SHOT_SCALE, "task")
     if len(counts) == 1:
         return PldaSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within")
-    power = _chosen_power(x, labels, counts) if bool((x >= 0).all()) else 1.0
+    power = _chosen_power(x, labels, counts, groups) if bool((x >= 0).all()) else 1.0
     x = to_power(x, power)
-    unit, rows, left_out = float(x.var(dim=0).mean()), _left_out_rows(labels, counts), LeftOut(x, labels, counts)
+    unit, left_out = float(x.var(dim=0).mean()), _Likelihood(x, labels, counts, groups)
     centre = PldaSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
     betas = [unit * 10**exponent for exponent in _GRID]
-    fits = [_fitted(left_out, replace(centre, beta=beta), labels, rows)[1] for beta in betas]
+    fits = [left_out.fitted(replace(centre, beta=beta))[1] for beta in betas]
     exponents = _on_cpu(_GRID)
-    posterior = _posterior(_on_cpu(fits) * len(rows), (exponents - _CENTRE) / _SPREAD)
+    posterior = _posterior(_on_cpu(fits) * left_out.examples, (exponents - _CENTRE) / _SPREAD)
     settings = replace(centre, beta=unit * 10 ** float(posterior @ exponents))
     if int(counts.min()) == int(counts.max()):
-        return _fitted(left_out, settings, labels, rows)[0]
-    losses = [_class_loss(left_out, settings, labels, rows, share) for share in _SHARES]
+        return left_out.fitted(settings)[0]
+    losses = [left_out.class_loss(settings, share) for share in _SHARES]
     shares = _on_cpu(_SHARES)
     posterior = _posterior(_on_cpu(losses) * _CLASS_EXAMPLES, shares / _SHARE_SPREAD)
-    return _fitted(left_out, settings, labels, rows, float(posterior @ shares))[0]
+    return left_out.fitted(settings, float(posterior @ shares))[0]
 
 
-def _chosen_power(x: Tensor, labels: Tensor, counts: Tensor) -> float:
+def _chosen_power(x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor | None) -> float:
     """1, or 1/2 where the left-out examples are more likely so."""
     few = torch.isin(labels, counts.argsort(descending=True, stable=True)[:_POWER_CLASSES])
     _, labels, counts = labels[few].unique(return_inverse=True, return_counts=True)
-    rows, losses = _left_out_rows(labels, counts), {}
+    groups, losses = None if groups is None else joined_groups(groups[few]), {}
+    if int(examples_left(labels, groups).max()) == 0:
+        return 1.0
     for power in (1.0, 0.5):
         powered = to_power(x[few], power)
         beta = float(powered.var(dim=0).mean()) * 10**_CENTRE
         centre = PldaSettings(beta, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
-        losses[power] = _fitted(LeftOut(powered, labels, counts), centre, labels, rows)[1]
+        losses[power] = _Likelihood(powered, labels, counts, groups).fitted(centre)[1]
     return min(losses, key=lambda power: losses[power])
-
-
-def _left_out_rows(labels: Tensor, counts: Tensor) -> Tensor:
-    """Rows of the examples to leave out, class by class, of classes of more than one."""
-    order = labels.argsort(stable=True)
-    order = order[counts[labels[order]] > 1]
-    return order[:: max(1, math.ceil(len(order) / _MAX_LEFT_OUT))]
 
 
 def _on_cpu(numbers: Sequence[float]) -> Tensor:
@@ -242,24 +248,38 @@ def _posterior(losses: Tensor, deviations: Tensor) -> Tensor:
     return torch.softmax(-losses - deviations.square() / 2, dim=0)
 
 
-def _fitted(
-    left_out: LeftOut, settings: PldaSettings, labels: Tensor, rows: Tensor, share: float = 0.0
-) -> tuple[PldaSettings, float]:
-    """Settings with f, b and the scale that suit their beta, and the leave-one-out loss per example."""
-    at_beta = left_out.at(settings.beta)
-    distance, spread = at_beta.moments()
-    settings = replace(settings, freedom=share * distance, spread=spread, scale=1.0)
-    logits = at_beta.logits(settings, rows)
-    fit = temperature_fit(logits, labels[rows], _PSEUDO_EXAMPLES / logits.shape[1])
-    return replace(settings, scale=1.0 / fit.temperature), fit.loss
+class _Likelihood:
+    """The leave-one-out likelihood of settings, by examples from all classes of which something stays."""
 
+    def __init__(self, x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor | None) -> None:
+        order = labels.argsort(stable=True)
+        order = order[examples_left(labels, groups)[order] > 0]
+        if groups is None:
+            self.rows = order[:: max(1, math.ceil(len(order) / _MAX_LEFT_OUT))]
+        else:  # whole groups
+            chosen = torch.tensor([*dict.fromkeys(groups[order].tolist())], device=groups.device)
+            chosen = chosen[:: max(1, math.ceil(len(chosen) / _MAX_LEFT_OUT))]
+            self.rows = order[torch.isin(groups[order], chosen)]
+        self.left_out = LeftOut(x, labels, counts, groups)
+        self.labels = labels[self.rows]
+        self.weights = x.new_ones(len(self.rows)) if groups is None else group_weights(groups[self.rows]).to(x)
+        self.examples = float(self.weights.sum())
 
-def _class_loss(left_out: LeftOut, settings: PldaSettings, labels: Tensor, rows: Tensor, share: float) -> float:
-    """Sum over classes of the mean leave-one-out loss of their examples."""
-    settings, _ = _fitted(left_out, settings, labels, rows, share)
-    logits, own = left_out.at(settings.beta).logits(settings, rows), labels[rows]
-    losses = torch.nn.functional.cross_entropy(logits, own, reduction="none")
-    return float((losses / own.bincount()[own]).sum())
+    def fitted(self, settings: PldaSettings, share: float = 0.0) -> tuple[PldaSettings, float]:
+        """Settings with f, b and the scale that suit their beta, and the leave-one-out loss per example."""
+        at_beta = self.left_out.at(settings.beta)
+        distance, spread = at_beta.moments()
+        settings = replace(settings, freedom=share * distance, spread=spread, scale=1.0)
+        logits = at_beta.logits(settings, self.rows)
+        fit = temperature_fit(logits, self.labels, _PSEUDO_EXAMPLES / logits.shape[1], self.weights)
+        return replace(settings, scale=1.0 / fit.temperature), fit.loss
+
+    def class_loss(self, settings: PldaSettings, share: float) -> float:
+        """Sum over classes of the mean leave-one-out loss of their examples."""
+        settings, _ = self.fitted(settings, share)
+        logits = self.left_out.at(settings.beta).logits(settings, self.rows)
+        losses = self.weights * F.cross_entropy(logits, self.labels, reduction="none")
+        return float((losses / self.labels.bincount(self.weights)[self.labels]).sum())
 
 
 class LeftOut:
@@ -269,7 +289,7 @@ class LeftOut:
     from v_i^T B^-1 v_i, v_i^T B^-1 M_j and M_j^T B^-1 M_l, where B is P with divisor n - k - 1 (``leave_one_out.py``).
     """
 
-    def __init__(self, x: Tensor, labels: Tensor, counts: Tensor) -> None:
+    def __init__(self, x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor | None = None) -> None:
         x = x - x.mean(dim=0)
         v = deviations(x, labels, counts)
         means = x.new_zeros(len(counts), x.shape[1]).index_copy(0, labels, x - v)
@@ -278,7 +298,7 @@ class LeftOut:
         eigenvalues, vectors = torch.linalg.eigh(v @ v.T if thin else v.T @ v)
         kept = eigenvalues > 1e-12 * eigenvalues[-1]
         self.eigenvalues, vectors = eigenvalues[kept], vectors[:, kept]  # of the scatter within classes
-        self.labels, self.counts = labels, counts
+        self.labels, self.counts, self.groups = labels, counts, groups
         if thin:  # the basis is v^T vectors / roots, which is never formed
             roots = self.eigenvalues.sqrt()
             self.v, self.means = vectors * roots, centred @ v.T @ vectors / roots
@@ -292,9 +312,25 @@ class LeftOut:
         """Divisor n - k of the pooled covariance."""
         return len(self.labels) - len(self.counts)
 
-    def at(self, beta: float) -> _AtBeta:
+    def at(self, beta: float) -> _AtBeta | _GroupsAtBeta:
         """Inner products for one beta."""
-        return _AtBeta(self, beta)
+        return _AtBeta(self, beta) if self.groups is None else _GroupsAtBeta(self, self.groups, beta)
+
+    def weights(self, beta: float, freedom: int) -> Tensor:
+        """Eigenvalues of (S + beta I)^-1, S with divisor ``freedom`` and zero without any."""
+        return 1 / (self.eigenvalues / freedom + beta) if freedom > 0 else torch.full_like(self.eigenvalues, 1 / beta)
+
+    def products(self, beta: float, freedom: int) -> Tensor:
+        """M_j^T (S + beta I)^-1 M_l, (k, k), S with that divisor."""
+        return (self.means * self.weights(beta, freedom)) @ self.means.T + self.outside / beta
+
+    def spread(self, lengths: Tensor, distance: float, counts: Tensor) -> float:
+        """Estimate b by the lengths (k,) of M_j, the mean squared distance t, and the examples (k,) of each mean."""
+        k = len(lengths)
+        between = float(lengths.mean()) * k / (k - 1)
+        noise = distance * float((1 / counts).mean())
+        spread = (between - noise) / distance if distance > 0 else _MAX_SPREAD
+        return min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
 
 
 class _AtBeta:
@@ -311,8 +347,7 @@ class _AtBeta:
         self.factor = removed / (1 - removed * self.length)
 
     def _weights(self, freedom: int) -> Tensor:
-        scatter = self.parts.eigenvalues
-        return 1 / (scatter / freedom + self.beta) if freedom > 0 else torch.full_like(scatter, 1 / self.beta)
+        return self.parts.weights(self.beta, freedom)
 
     def _products(self, classes: Tensor, freedom: int) -> Tensor:
         """M_j^T (S + beta I)^-1 M_l (m, k) of ``classes`` (m,) with all; S with that divisor, n - k - 1 for B."""
@@ -331,12 +366,8 @@ class _AtBeta:
         shots, length = self.shots[paired], self.length[paired]
         # Left out, an example is n_k / (n_k - 1) v_i from the mean of the others: that is t (1 + 1 / (n_k - 1)).
         own = (shots / (shots - 1)).square() * (length + self.factor[paired] * length.square())
-        freedom = float((own * (shots - 1) / shots).mean())
-        k = len(self.parts.counts)
-        between = float(self._lengths(self.parts.freedom).mean()) * k / (k - 1)
-        noise = freedom * float((1 / self.parts.counts.to(own.dtype)).mean())
-        spread = (between - noise) / freedom if freedom > 0 else _MAX_SPREAD
-        return freedom, min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
+        distance = float((own * (shots - 1) / shots).mean())
+        return distance, self.parts.spread(self._lengths(self.parts.freedom), distance, self.parts.counts.to(own.dtype))
 
     def logits(self, settings: PldaSettings, rows: Tensor) -> Tensor:
         """Exact leave-one-out logits (len(rows), k) of examples whose class has others."""
@@ -371,6 +402,115 @@ class _AtBeta:
         return found.scatter(1, y[:, None], -torch.inf)
 
 
+class _GroupsAtBeta:
+    """What :class:`_AtBeta` does where whole groups are left out, which may have members in several classes.
+
+    Without a group G, of which g_k < n_k members have class k, the mean m_k moves by -1 / (n_k - g_k) times the sum of
+    their v_i, and classes that are gone do not count for c. So x_i - c and m_j - c are sums of M_j and of v_i in G, and
+    their inner products under P without G follow from those under B, P with divisor n - g - (k - gone), by the identity
+    of ``leave_one_out.py``.
+    """
+
+    def __init__(self, parts: LeftOut, groups: Tensor, beta: float) -> None:
+        self.parts, self.groups, self.beta = parts, groups, beta
+
+    def moments(self) -> tuple[float, float]:
+        """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
+        parts, distance, total = self.parts, 0.0, 0.0
+        of_all, of_others = effective_counts(parts.labels, self.groups)
+        weights = group_weights(self.groups)
+        for left in self._left(self.groups):
+            stays = of_others[left.rows] > 0
+            rows, own = left.rows[stays], left.own_distances()[stays]
+            # Left out, an example is t (1 + 1 / n_k) from the mean of n_k others.
+            distance += float((weights[rows] * own / (1 + 1 / of_others[rows])).sum())
+            total += float(weights[rows].sum())
+        lengths = parts.products(self.beta, parts.freedom).diagonal()
+        return distance / total, parts.spread(lengths, distance / total, of_all)
+
+    def logits(self, settings: PldaSettings, rows: Tensor) -> Tensor:
+        """Exact logits (len(rows), k) of examples without their groups; minus infinity where nothing stays."""
+        found = self.parts.v.new_empty(len(self.parts.labels), len(self.parts.counts))
+        for left in self._left(self.groups[rows]):
+            found[left.rows.flatten()] = left.logits(settings).flatten(0, 1)
+        return found[rows]
+
+    def _left(self, chosen: Tensor) -> Iterator[_LeftGroups]:
+        """All groups of ``chosen`` numbers; together some of one size without which S has the same divisor."""
+        counts, labels = self.parts.counts, self.parts.labels
+        of_chosen = torch.isin(self.groups, chosen).nonzero()[:, 0]
+        for places in groups_by_size(self.groups[of_chosen]):
+            size = places.shape[1]
+            for rows in of_chosen[places].split(max(1, MAX_CHUNK_NUMBERS // (size * (len(counts) + size)))):
+                gone = (F.one_hot(labels[rows], len(counts)).sum(dim=1) == counts).sum(dim=1)
+                for lost in gone.unique().tolist():
+                    freedom = len(labels) - size - (len(counts) - lost)
+                    yield _LeftGroups(self.parts, self.beta, rows[gone == lost], freedom)
+
+
+class _LeftGroups:
+    """Inner products without each of G groups of g members, in rows (G, g), where S has the divisor ``freedom``."""
+
+    def __init__(self, parts: LeftOut, beta: float, rows: Tensor, freedom: int) -> None:
+        self.parts, self.rows, self.labels = parts, rows, parts.labels[rows]
+        self.of_class = F.one_hot(self.labels, len(parts.counts)).to(parts.v)  # (G, g, k)
+        self.stay = parts.counts - self.of_class.sum(dim=1)  # n_j - g_j (G, k)
+        v = parts.v[rows]
+        weighted = v * parts.weights(beta, freedom)
+        self.means, self.v_means = parts.products(beta, freedom), weighted @ parts.means.T  # (k, k), (G, g, k)
+        self.gram = weighted @ v.mT  # (G, g, g)
+        self.removed = 1 / freedom if freedom > 0 else 0.0
+        # A^-1 - V B^-1 V^T over the divisor
+        rest = removal_weights(self.labels, parts.counts) - self.removed * self.gram
+        self.root = torch.linalg.cholesky(rest) if freedom > 0 else self._identity()
+
+    def own_distances(self) -> Tensor:
+        """Squared distances (G, g) of the members to the means of those of their classes that stay."""
+        same = self.labels[:, :, None] == self.labels[:, None]
+        moved = self._identity() + same / self._stay_in_own()[..., None]  # x less the mean, of v_i
+        v_x = self.gram @ moved.mT
+        return (moved * v_x.mT).sum(dim=2) + self._along(v_x).square().sum(dim=1)
+
+    def logits(self, settings: PldaSettings) -> Tensor:
+        """Logits (G, g, k) of the members; minus infinity where nothing stays."""
+        stays = (self.stay > 0).to(self.gram)
+        classes = stays.sum(dim=1).clamp(min=1)[:, None]
+        # N_j, the M_j less their mean s over the classes that stay: zero, if all do.
+        to_s = stays @ self.means / classes  # (G, k)
+        s_s = (stays * to_s).sum(dim=1, keepdim=True) / classes
+        n_n = self.means.diagonal() - 2 * to_s + s_s  # (G, k)
+        n_y = self.means[self.labels] - to_s[:, None] - to_s.gather(1, self.labels)[..., None] + s_s[..., None]
+        v_n = self.v_means - (self.v_means * stays[:, None]).sum(dim=2, keepdim=True) / classes[..., None]
+        v_y = v_n.gather(
+            2, self.labels[:, None].expand(-1, self.labels.shape[1], -1)
+        )  # v_a^T N_y of example i (G, a, i)
+        # m_j - c = N_j + sum_a f_aj v_a and x_i - c = N_y + sum_a h_ai v_a
+        f = -self.of_class / self._stay_in_own()[..., None] * stays[:, None]
+        of_centre = f.sum(dim=2, keepdim=True) / classes[..., None]  # (G, g, 1)
+        f, h = f - of_centre, self._identity() - of_centre
+        v_f, v_h = self.gram @ f, self.gram @ h
+        x_x = n_y.gather(2, self.labels[..., None]) + (h * (2 * v_y + v_h)).sum(dim=1)[..., None]
+        x_m = n_y + h.mT @ (v_n + v_f) + v_y.mT @ f
+        m_m = (n_n + (f * (2 * v_n + v_f)).sum(dim=1))[:, None]
+        along_x, along_m = self._along(v_y + v_h), self._along(v_n + v_f)
+        x_x = x_x + along_x.square().sum(dim=1)[..., None]
+        x_m = x_m + along_x.mT @ along_m
+        m_m = m_m + along_m.square().sum(dim=1)[:, None]
+        found = _logits(settings, self.stay[:, None], x_x, x_m, m_m)
+        return found.masked_fill(stays[:, None] == 0, -torch.inf)
+
+    def _along(self, products: Tensor) -> Tensor:
+        """What inner products (G, g, m) with the v_i add under P without the group: to be squared and summed."""
+        return math.sqrt(self.removed) * torch.linalg.solve_triangular(self.root, products, upper=False)
+
+    def _identity(self) -> Tensor:
+        return torch.eye(self.rows.shape[1], dtype=self.gram.dtype, device=self.gram.device)
+
+    def _stay_in_own(self) -> Tensor:
+        """n_k - g_k of each member's class (G, g), 1 where it is gone."""
+        return self.stay.gather(1, self.labels).clamp(min=1)
+
+
 def _logits(settings: PldaSettings, shots: Tensor, x_x: Tensor, x_m: Tensor, m_m: Tensor) -> Tensor:
     """Logits from inner products of x - c (m, 1) and m_k - c (m, k) under the inverse of P."""
     shrink = shots * settings.spread / (shots * settings.spread + 1)
@@ -379,14 +519,21 @@ def _logits(settings: PldaSettings, shots: Tensor, x_x: Tensor, x_m: Tensor, m_m
     return -settings.scale * (distance / ratio + settings.freedom * ratio.log())
 
 
-def leave_one_out_plda_logits(settings: PldaSettings, features: Tensor, labels: Tensor) -> Tensor:
+def leave_one_out_plda_logits(
+    settings: PldaSettings, features: Tensor, labels: Tensor, groups: Tensor | None = None
+) -> Tensor:
     """Exact logits (n, k) of each support example by the model with these settings fitted to the others.
 
-    Minus infinity where a class has no other example. ``settings.shared`` must be "within".
+    ``groups`` (n,) are left out together, if there are any. Minus infinity where a class has no other example.
+    ``settings.shared`` must be "within".
     """
     counts = check_support(features, labels)
     x = to_power(features.detach().to(working_dtype(features)), settings.power)
-    at_beta = LeftOut(x, labels, counts).at(settings.beta)
+    if (groups := joined_groups(groups)) is not None:
+        everything = torch.arange(len(x), device=x.device)
+        at_beta = LeftOut(x, labels, counts, groups).at(settings.beta)
+        return at_beta.logits(settings, everything).to(result_dtype(features))
+    at_beta = _AtBeta(LeftOut(x, labels, counts), settings.beta)
     found = x.new_empty(len(x), len(counts))
     alone = counts[labels] == 1
     for rows in (~alone).nonzero()[:, 0].split(_MAX_LEFT_OUT):

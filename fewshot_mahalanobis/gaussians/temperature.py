@@ -24,7 +24,7 @@ class TemperatureFit(NamedTuple):
     loss: float  # cross-entropy at that temperature, in nats an example
 
 
-def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
     """Temperature T under which softmax(logits / T) has the smallest cross-entropy on ``labels``.
 
     If every example is classified correctly, the likelihood is largest for T = 0, a certainty that no finite sample
@@ -39,6 +39,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         class, says nothing about T and is left out.
     labels : int64 Tensor of shape (n,)
         0..k-1.
+    weights : Tensor of shape (n,), optional
+        How many examples each counts as; by default one.
 
     Returns
     -------
@@ -54,17 +56,18 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     ----------
     Platt: Probabilistic Outputs for Support Vector Machines. Advances in Large Margin Classifiers, 1999.
     """
-    return temperature_fit(logits, labels, _PSEUDO_EXAMPLES / logits.shape[1]).temperature
+    return temperature_fit(logits, labels, _PSEUDO_EXAMPLES / logits.shape[1], weights).temperature
 
 
-def temperature_fit(logits: Tensor, labels: Tensor, smoothing: float) -> TemperatureFit:
+def temperature_fit(logits: Tensor, labels: Tensor, smoothing: float, weights: Tensor | None = None) -> TemperatureFit:
     """Fit a temperature with ``smoothing`` pseudo-examples of every class beside each example's own."""
     logits, labels = logits.detach().double().cpu(), labels.cpu()
+    weights = logits.new_ones(len(labels)) if weights is None else weights.double().cpu()
     told = torch.isfinite(logits.gather(1, labels[:, None]))[:, 0]
     if not told.any():
         raise ValueError("a temperature is fitted on left-out examples: at least one class needs two")
-    logits, labels = logits[told], labels[told]
-    n, k = logits.shape
+    logits, labels, weights = logits[told], labels[told], weights[told, None]
+    n, k = float(weights.sum()), logits.shape[1]
     total = n + k * smoothing
     targets = torch.full_like(logits, smoothing / total).scatter(1, labels[:, None], (n + smoothing) / total)
     spread = float(logits.std(dim=1).mean()) if k > 1 else 0.0
@@ -73,7 +76,7 @@ def temperature_fit(logits: Tensor, labels: Tensor, smoothing: float) -> Tempera
     logits = logits / spread
 
     def loss(log_temperature: float) -> float:
-        return -float((targets * torch.log_softmax(logits / math.exp(log_temperature), dim=1)).sum()) / n
+        return -float((weights * targets * torch.log_softmax(logits / math.exp(log_temperature), dim=1)).sum()) / n
 
     # Convex in 1 / T, so log T has one minimum; ten e-foldings from the logits' spread all is uniform or one-hot.
     best = minimize_scalar(loss, bounds=(-10.0, 10.0), method="bounded", options={"xatol": 1e-6})

@@ -11,12 +11,12 @@ queries, its form in an exported graph, and its description in a file. Only ``fi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.checks import check_support, class_means
+from fewshot_mahalanobis.gaussians.checks import check_support, class_means, result_dtype
 
 State = TypeVar("State")
 
@@ -69,10 +69,10 @@ class Head(nn.Module, Generic[State]):
         """
         return _ExportedHead(self, state)
 
-    def settled(self, support_features: Tensor, support_labels: Tensor) -> Head[State]:
+    def settled(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None) -> Head[State]:
         """Return this head with every setting fixed that ``fit`` would choose on the support set (n, d), (n,).
 
-        Most heads choose nothing and return themselves.
+        Choices by leave-one-out leave out whole ``groups`` (n,). Most heads choose nothing and return themselves.
         """
         return self
 
@@ -120,37 +120,73 @@ class Head(nn.Module, Generic[State]):
         """Make the head of a model with these settings (``SimpleCNAPS.config``) and features of this width."""
         return cls()
 
-    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
-        """Logits (n, k) of each support example, features (n, d), by the head fitted to the others.
+    def leave_one_out_logits(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
+    ) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others.
 
-        Minus infinity where a class has no other example. This takes n fits; the package's heads have shortcuts.
+        This takes a fit for each group; the package's heads have shortcuts.
+
+        Parameters
+        ----------
+        support_features : Tensor of shape (n, d)
+        support_labels : int64 Tensor of shape (n,)
+        groups : int64 Tensor of shape (n,), optional
+            Examples of equal number, such as copies of a picture, are left out together, whatever their classes.
+            By default each is left out alone.
+
+        Returns
+        -------
+        Tensor of shape (n, k)
+            Minus infinity where a class has no example outside the group.
         """
         counts = check_support(support_features, support_labels)
-        rows = []
-        for i, label in enumerate(support_labels.tolist()):
-            rest = torch.arange(len(support_labels), device=support_labels.device) != i
+        groups = torch.arange(len(support_labels), device=support_labels.device) if groups is None else groups
+        order, rows = [], []
+        for group in groups.unique().tolist():
+            left_out, rest = (groups == group).nonzero()[:, 0], groups != group
             present, labels = support_labels[rest].unique(return_inverse=True)
-            row = self(support_features[rest], labels, support_features[i : i + 1])[0]
-            if counts[label] == 1:
-                row = row.new_full((len(counts),), -torch.inf).index_copy(0, present, row)
+            if len(present) == 0:
+                row = support_features.new_full((len(left_out), 0), -torch.inf, dtype=result_dtype(support_features))
+            else:
+                row = self(support_features[rest], labels, support_features[left_out])
+            if len(present) < len(counts):
+                row = row.new_full((len(left_out), len(counts)), -torch.inf).index_copy(1, present, row)
+            order.append(left_out)
             rows.append(row)
-        return torch.stack(rows)
+        return torch.cat(rows)[torch.cat(order).argsort()]
 
     def forward(self, support_features: Tensor, support_labels: Tensor, query_features: Tensor) -> Tensor:
         """Logits (m, k) of query features (m, d), given support features (n, d) and labels (n,)."""
         return self.logits(self.fit(support_features, support_labels), query_features)
 
 
-def means_without(features: Tensor, labels: Tensor) -> Tensor:
-    """Mean of the other examples of each example's class, (n, d); zero where there are none."""
-    counts = labels.bincount()[labels, None]
-    return (counts * class_means(features, labels)[labels] - features) / (counts - 1).clamp(min=1)
+class MeansWithout(NamedTuple):
+    """Class means that move when an example is left out with its group: one for each example and class of its group."""
 
+    rows: Tensor  # (p,) examples
+    classes: Tensor  # (p,)
+    means: Tensor  # (p, d), of what stays of the class; of any value where nothing does
+    stays: Tensor  # bool (p,)
 
-def with_own(logits: Tensor, own: Tensor, labels: Tensor) -> Tensor:
-    """``logits`` (n, k) with ``own`` (n,) for each example's own class, minus infinity where it is alone in it."""
-    own = torch.where(labels.bincount()[labels] == 1, -torch.inf, own)
-    return logits.scatter(1, labels[:, None], own[:, None])
+    @classmethod
+    def of(cls, features: Tensor, labels: Tensor, groups: Tensor | None) -> MeansWithout:
+        """Means of features (n, d) and labels (n,) without each example, or without its group (n,)."""
+        means, counts = class_means(features, labels), labels.bincount()
+        if groups is None:
+            shots = counts[labels, None]
+            without = (shots * means[labels] - features) / (shots - 1).clamp(min=1)
+            return cls(torch.arange(len(labels), device=labels.device), labels, without, shots[:, 0] > 1)
+        parts, index, sizes = torch.stack([groups, labels]).unique(dim=1, return_inverse=True, return_counts=True)
+        sums = features.new_zeros(len(sizes), features.shape[1]).index_add(0, index, features)
+        left = counts[parts[1]] - sizes
+        without = (counts[parts[1], None] * means[parts[1]] - sums) / left.clamp(min=1)[:, None]
+        rows, pairs = (groups[:, None] == parts[0]).nonzero().T
+        return cls(rows, parts[1][pairs], without[pairs], left[pairs] > 0)
+
+    def put(self, logits: Tensor, moved: Tensor) -> Tensor:
+        """``logits`` (n, k) with ``moved`` (p,) for the means that move, minus infinity where nothing stays."""
+        return logits.index_put((self.rows, self.classes), torch.where(self.stays, moved, -torch.inf))
 
 
 class _ExportedHead(nn.Module):

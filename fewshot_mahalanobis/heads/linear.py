@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.checks import check_features, class_means, full_precision
-from fewshot_mahalanobis.heads.head import Head, means_without, with_own
+from fewshot_mahalanobis.heads.head import Head, MeansWithout
 
 
 class LinearClassifier(NamedTuple):
@@ -67,13 +67,16 @@ class LinearHead(LinearLayerHead):
         with full_precision(support_features):
             return self._generate(class_means(support_features, support_labels))
 
-    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
-        """Logits (n, k) of each support example by the head fitted to the others: only its own row moves."""
+    def leave_one_out_logits(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
+    ) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others: only rows of its group move."""
         logits = self(support_features, support_labels, support_features)
         with full_precision(support_features):
             features = support_features.to(logits.dtype)
-            without = self._generate(means_without(features, support_labels))
-            return with_own(logits, (without.weight * features).sum(dim=1) + without.bias, support_labels)
+            without = MeansWithout.of(features, support_labels, groups)
+            moved = self._generate(without.means)
+            return without.put(logits, (moved.weight * features[without.rows]).sum(dim=1) + moved.bias)
 
     def describe(self) -> dict[str, Any]:
         """Raise ValueError: its learned weights are part of a checkpoint, not settings."""

@@ -62,14 +62,18 @@ class MahalanobisHead(Head[ClassGaussians]):
         """Minus s times the squared Mahalanobis distance of queries (m, d) to each class: (m, k)."""
         return -self.scale * state.squared_distance(query_features)
 
-    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+    def leave_one_out_logits(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
+    ) -> Tensor:
         """Logits (n, k) of each support example by the head fitted to the others, exactly, by downdating."""
-        covariance = self.covariance.with_chosen_settings(support_features, support_labels)
-        return -self.scale * leave_one_out_distance(covariance.settings, support_features, support_labels)
+        settings = self.covariance.with_chosen_settings(support_features, support_labels, groups).settings
+        return -self.scale * leave_one_out_distance(settings, support_features, support_labels, groups)
 
-    def settled(self, support_features: Tensor, support_labels: Tensor) -> MahalanobisHead:
+    def settled(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
+    ) -> MahalanobisHead:
         """Return this head with beta as a number."""
-        covariance = self.covariance.with_chosen_settings(support_features, support_labels)
+        covariance = self.covariance.with_chosen_settings(support_features, support_labels, groups)
         if covariance is self.covariance:
             return self
         settled = copy.deepcopy(self)

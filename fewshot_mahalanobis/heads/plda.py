@@ -66,19 +66,21 @@ class AutoHead(Head[Plda]):
         with full_precision(query_features):
             return state.logits(query_features)
 
-    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+    def leave_one_out_logits(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
+    ) -> Tensor:
         """Logits (n, k) of each support example by the head with the same settings fitted to the others, exactly."""
         counts = check_support(support_features, support_labels)
         with full_precision(support_features):
-            settings = self._settings(support_features, support_labels)
+            settings = self._settings(support_features, support_labels, groups)
             if settings.shared == "within" and counts.max() > 1 and len(counts) > 1:
-                return leave_one_out_plda_logits(settings, support_features, support_labels)
-            return Head.leave_one_out_logits(AutoHead(settings), support_features, support_labels)
+                return leave_one_out_plda_logits(settings, support_features, support_labels, groups)
+            return Head.leave_one_out_logits(AutoHead(settings), support_features, support_labels, groups)
 
-    def settled(self, support_features: Tensor, support_labels: Tensor) -> AutoHead:
+    def settled(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None) -> AutoHead:
         """Return the head with the settings that it chooses on this support set."""
         with full_precision(support_features):
-            return AutoHead(self._settings(support_features, support_labels))
+            return AutoHead(self._settings(support_features, support_labels, groups))
 
     def transductive_logits(
         self,
@@ -107,8 +109,8 @@ class AutoHead(Head[Plda]):
         """Distances as sums of squares, and logits from them."""
         return _ExportedPlda(state)
 
-    def _settings(self, features: Tensor, labels: Tensor) -> PldaSettings:
-        return choose_plda_settings(features, labels) if self.settings is None else self.settings
+    def _settings(self, features: Tensor, labels: Tensor, groups: Tensor | None = None) -> PldaSettings:
+        return choose_plda_settings(features, labels, groups) if self.settings is None else self.settings
 
 
 def _moved_means(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.checks import check_features, class_means, full_precision, result_dtype
-from fewshot_mahalanobis.heads.head import Head, means_without, with_own
+from fewshot_mahalanobis.heads.head import Head, MeansWithout
 
 #: Examples per block, of whose comparisons only the diagonal is used.
 _PAIRS = 128
@@ -29,14 +29,17 @@ class PrototypeHead(Head[Tensor]):
             dtype = torch.promote_types(result_dtype(query_features), state.dtype)
             return self.compare(query_features.to(dtype), state.to(dtype))
 
-    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
-        """Logits (n, k) of each support example by the head fitted to the others: only its own mean moves."""
+    def leave_one_out_logits(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
+    ) -> Tensor:
+        """Logits (n, k) of each support example by the head fitted to the others: only means of its group move."""
         with full_precision(support_features):
             means = self.fit(support_features, support_labels)
             features = support_features.to(means.dtype)
-            pairs = zip(features.split(_PAIRS), means_without(features, support_labels).split(_PAIRS), strict=True)
-            own = torch.cat([self.compare(x, without).diagonal() for x, without in pairs])
-            return with_own(self.compare(features, means), own, support_labels)
+            without = MeansWithout.of(features, support_labels, groups)
+            pairs = zip(features[without.rows].split(_PAIRS), without.means.split(_PAIRS), strict=True)
+            moved = torch.cat([self.compare(x, mean).diagonal() for x, mean in pairs])
+            return without.put(self.compare(features, means), moved)
 
     def export(self, state: Tensor) -> nn.Module:
         """The comparison with the class means."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewshot_mahalanobis.gaussians.groups import effective_counts, examples_left, group_weights
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.features import Features
@@ -24,6 +25,7 @@ def calibrate(
     head: Head[Any],
     support: Features,
     labels: Tensor,
+    groups: Tensor | None = None,
     *,
     temperature: float | str,
     false_rejection_rate: float,
@@ -40,8 +42,10 @@ def calibrate(
         n support examples.
     labels : int64 Tensor of shape (n,)
         0..k-1, every class with at least one example.
+    groups : int64 Tensor of shape (n,), optional
+        Examples of equal number are left out together, and count as one.
     temperature : float or "auto"
-        "auto" fits it to left-out examples. It is 1 where no class has two examples and nothing can be left out.
+        "auto" fits it to left-out examples. It is 1 where no class has two groups and nothing can be left out.
     false_rejection_rate : float
         Share of the queries of known classes that the threshold is to reject, in (0, 1).
     reject : bool
@@ -57,15 +61,15 @@ def calibrate(
     Raises
     ------
     ValueError
-        A setting is out of its range, an outlier score is wanted and no class has two examples, or as ``head``.
+        A setting is out of its range, an outlier score is wanted and no class has two groups, or as ``head``.
     """
     check_settings(temperature, false_rejection_rate)
-    counts = labels.bincount()[labels]
-    paired = counts > 1  # a class of one is gone when its example is left out
+    paired = examples_left(labels, groups) > 0  # a class of one is gone when its example is left out
     if reject and not paired.any():
+        copies = "" if groups is None else " that are not copies or of one group"
         raise ValueError(
-            "unknown_label needs a class of at least two examples, because the threshold is found by leaving one out: "
-            "add examples, or set a threshold of your own on outlier_score instead"
+            f"unknown_label needs a class of at least two examples{copies}, because the threshold is found by leaving "
+            "one out: add examples, or set a threshold of your own on outlier_score instead"
         )
     if not paired.any() or not (reject or temperature == "auto"):
         return (1.0 if isinstance(temperature, str) else float(temperature)), None
@@ -73,35 +77,44 @@ def calibrate(
     if reject and similarities:
         terms += [(term.head, term.of(support)) for term in SIMILARITIES]
     paired = paired.cpu()
-    left_out = [_left_out(term, features, labels)[paired] for term, features in terms]
-    own = labels.cpu()[paired]
+    left_out = [_left_out(term, features, labels, groups)[paired] for term, features in terms]
+    labels, groups = labels.cpu(), None if groups is None else groups.cpu()
+    shrink = _shrink(labels, groups)[paired]
+    own, of_groups = labels[paired], None if groups is None else groups[paired]
     if isinstance(temperature, str):
         # Where the metric is estimated too, most of a left-out example's distance is common to all classes: what the
         # support set does not span. No share of that may be taken off its own class alone.
-        logits = _as_far_as_queries(left_out[0], own) if head.has_fixed_metric else left_out[0]
-        temperature = fit_temperature(logits, own)
+        logits = _as_far_as_queries(left_out[0], own, shrink) if head.has_fixed_metric else left_out[0]
+        temperature = fit_temperature(logits, own, None if of_groups is None else group_weights(of_groups))
     if not reject:
         return float(temperature), None
     if head.is_squared_distance:
-        left_out[0] = _as_far_as_queries(left_out[0], own)
-    return float(temperature), OutlierScore.fit(left_out, support, labels, false_rejection_rate)
+        left_out[0] = _as_far_as_queries(left_out[0], own, shrink)
+    return float(temperature), OutlierScore.fit(left_out, support, labels, false_rejection_rate, of_groups)
 
 
-def _left_out(head: Head[Any], features: Tensor, labels: Tensor) -> Tensor:
+def _left_out(head: Head[Any], features: Tensor, labels: Tensor, groups: Tensor | None) -> Tensor:
     """Logits (n, k) of left-out examples, float64 on the CPU."""
     with torch.no_grad():
-        return head.leave_one_out_logits(features, labels).cpu().double()
+        return head.leave_one_out_logits(features, labels, groups).cpu().double()
 
 
-def _as_far_as_queries(logits: Tensor, labels: Tensor) -> Tensor:
-    """Logits (n, k) of left-out examples with squared distances as far from their own class as those of queries.
+def _as_far_as_queries(logits: Tensor, labels: Tensor, shrink: Tensor) -> Tensor:
+    """Logits (n, k) of left-out examples with squared distances to their own class times ``shrink`` (n,)."""
+    own = labels[:, None]
+    return logits.scatter(1, own, shrink[:, None] * logits.gather(1, own))
+
+
+def _shrink(labels: Tensor, groups: Tensor | None) -> Tensor:
+    """Factor (n,) that puts left-out examples as far from their own class as queries are.
 
     Of n_k examples with covariance S, one lies tr(Q^-1 S) (1 + 1 / (n_k - 1)) from the mean of the others on average,
     but a query tr(Q^-1 S) (1 + 1 / n_k) from the mean of all. The ratio is 1 - 1 / n_k^2.
     """
-    own = labels[:, None]
-    shrink = 1 - 1 / labels.bincount()[own].double().square()
-    return logits.scatter(1, own, shrink * logits.gather(1, own))
+    if groups is None:
+        return 1 - 1 / labels.bincount()[labels].double().square()
+    of_classes, without_groups = effective_counts(labels, groups)
+    return (1 + 1 / of_classes[labels]) / (1 + 1 / without_groups)
 
 
 def check_settings(temperature: float | str, false_rejection_rate: float) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.calibration import calibrate
+from fewshot_mahalanobis.support_set.copies import CopyFinder, joined
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import warn_of_similar_labels
 from fewshot_mahalanobis.support_set.unknown import OutlierScore, output_labels
@@ -42,6 +43,10 @@ class FittedHead:
         Label of queries whose outlier score exceeds the threshold; None if no query is rejected.
     outliers : OutlierScore or None
         None if no query is rejected.
+    groups : int64 Tensor of shape (n,) or None
+        Support examples of equal number are left out together; None if each is a group of its own.
+    group_names : list of n
+        Names of groups that the user gave, None where they gave none.
     """
 
     head: Head[Any]
@@ -53,6 +58,8 @@ class FittedHead:
     temperature: float
     unknown_label: Any
     outliers: OutlierScore | None
+    groups: Tensor | None
+    group_names: list[Any]
 
     @classmethod
     def fit(
@@ -66,6 +73,8 @@ class FittedHead:
         unknown_label: Any = None,
         false_rejection_rate: float = 0.05,
         similarities: bool = True,
+        group_names: list[Any] | None = None,
+        copies: CopyFinder | None = None,
     ) -> FittedHead:
         """Fit a head to a support set and calibrate it.
 
@@ -86,6 +95,10 @@ class FittedHead:
             Share of the queries of known classes that the threshold rejects by mistake, in (0, 1).
         similarities : bool
             Whether the outlier score adds similarities to the head's distance (``unknown.py``).
+        group_names : list of n, optional
+            Examples of equal name are left out together, whatever their classes. None stands for no name.
+        copies : callable, optional
+            Finds copies by the adapted features, among examples that do not both have a name; by default none are.
 
         Raises
         ------
@@ -95,12 +108,18 @@ class FittedHead:
         labels = labels.to(support.adapted.device)
         classes = np.arange(int(labels.max()) + 1) if classes is None else classes
         warn_of_similar_labels([*classes.tolist(), unknown_label])
+        names: list[Any] = [None] * len(labels) if group_names is None else group_names
+        search = copies is not None and None in names
+        pairs = copies(support.adapted, labels) if copies and search else np.empty((0, 2), np.int64)
+        groups = joined(len(labels), pairs, names)
+        groups = None if groups is None else groups.to(labels.device)
         with torch.no_grad():
-            settled = head.settled(support.adapted, labels)
+            settled = head.settled(support.adapted, labels, groups)
             chosen_temperature, outliers = calibrate(
                 settled,
                 support,
                 labels,
+                groups,
                 temperature=temperature,
                 false_rejection_rate=false_rejection_rate,
                 reject=unknown_label is not None,
@@ -115,6 +134,8 @@ class FittedHead:
             temperature=chosen_temperature,
             unknown_label=unknown_label,
             outliers=outliers,
+            groups=groups,
+            group_names=names,
         )
 
     @classmethod
@@ -196,12 +217,14 @@ class FittedHead:
             "unknown_label": on_cpu.unknown_label,
             "threshold": None if on_cpu.outliers is None else on_cpu.outliers.threshold,
             "units": None if on_cpu.outliers is None else on_cpu.outliers.units,
+            "groups": on_cpu.groups,
+            "group_names": on_cpu.group_names,
         }
 
     @classmethod
     def from_kept(cls, kept: dict[str, Any]) -> FittedHead:
         """Undo :meth:`kept`. ValueError if its parts do not fit together."""
-        attributes = dict(kept)
+        attributes = {"groups": None, "group_names": [None] * len(kept["labels"]), **kept}  # older pickles have none
         threshold, units = attributes.pop("threshold"), attributes.pop("units")
         outliers = None if threshold is None else OutlierScore(threshold, units, kept["support"], kept["labels"])
         return cls._of(**attributes, outliers=outliers)
@@ -223,6 +246,7 @@ class FittedHead:
             "support": support,
             "labels": labels,
             "outliers": outliers,
+            "groups": None if self.groups is None else self.groups.to(device),
         }
         return self._of(**{**{name: value for name, value in vars(self).items() if name != "state"}, **moved})
 

@@ -14,8 +14,9 @@ def support_influence(fitted: FittedHead, query_features: Tensor) -> Tensor:
 
     y is the class predicted with the whole support set S, and p is equation 1 of Bateni et al., CVPR 2020. The head is
     fitted again without each example in turn, so the influence is exact for every head; the network stays adapted as it
-    was. A positive influence supports the prediction, a negative one opposes it. Removing an example with an influence
-    of 0.69 halves a small probability.
+    was. Copies of example i, and all others of its group, are left out with it, and have the same influence. A positive
+    influence supports the prediction, a negative one opposes it. Removing an example with an influence of 0.69 halves a
+    small probability.
 
     Parameters
     ----------
@@ -27,15 +28,20 @@ def support_influence(fitted: FittedHead, query_features: Tensor) -> Tensor:
     Returns
     -------
     Tensor of shape (m, n)
-        NaN for the only example of a class: without it there is no such class.
+        NaN where no example of its class stays: without it there is no such class.
     """
     features, labels = fitted.support.adapted, fitted.labels
     log_p = fitted.logits(query_features).double().log_softmax(1)
     predicted = log_p.argmax(1, keepdim=True)
     influence = log_p.new_full((len(query_features), len(labels)), torch.nan)
-    counts = labels.bincount()
-    for i in (counts[labels] > 1).nonzero()[:, 0].tolist():
-        rest = torch.arange(len(labels), device=labels.device) != i
-        logits = fitted.head(features[rest], labels[rest], query_features.to(features.device))
-        influence[:, i] = (log_p - logits.double().log_softmax(1)).gather(1, predicted)[:, 0]
+    groups = torch.arange(len(labels), device=labels.device) if fitted.groups is None else fitted.groups
+    for group in groups.unique().tolist():
+        rest = groups != group
+        if len(labels[rest].unique()) < len(fitted.classes):
+            continue
+        kept = features[rest], labels[rest]
+        head = fitted.head if fitted.groups is None else fitted.head.settled(*kept, groups[rest])
+        logits = head(*kept, query_features.to(features.device))
+        of_group = (log_p - logits.double().log_softmax(1)).gather(1, predicted)
+        influence[:, ~rest] = of_group.expand(-1, int((~rest).sum()))
     return influence

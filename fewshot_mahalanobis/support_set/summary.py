@@ -1,7 +1,7 @@
 """A fitted support set at a glance: images a class, leave-one-out accuracy, confusions, and images to look at again.
 
-Every support image is left out in turn and compared with the others, exactly (``Head.leave_one_out_logits``). The
-network stays adapted to all of them. Suspect images are
+Every support image is left out in turn, with its copies, and compared with the others, exactly
+(``Head.leave_one_out_logits``). The network stays adapted to all of them. Suspect images are
 
 - **wrong labels**: another class is at least four times as probable as their own;
 - **near-duplicates**: two images whose features are equal, or much closer than those of nearest neighbours usually are;
@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewshot_mahalanobis.gaussians.groups import examples_left, group_weights
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import CosineHead
+from fewshot_mahalanobis.support_set.copies import number_of_copies
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 #: A label is suspect if another class is this many times as probable. On validation classes 4 gives half the
@@ -84,11 +86,14 @@ class SupportSummary:
         Support images of each class.
     right, counted : int
         Support images classified correctly by the others, and images that were left out: those that are not alone in
-        their class.
+        their class, copies not counted.
     confusions : list of Confusion
         Most frequent first.
     suspects : list of Suspect
         Wrong labels, then near-duplicates, then outliers, each most suspect first.
+    copies : int
+        Support images beyond the first of each group that was left out together: copies, or those of a common group
+        given to ``fit``.
     """
 
     counts: dict[Any, int]
@@ -96,6 +101,7 @@ class SupportSummary:
     counted: int
     confusions: list[Confusion]
     suspects: list[Suspect]
+    copies: int = 0
 
     @property
     def accuracy(self) -> float:
@@ -118,6 +124,12 @@ class SupportSummary:
         fewest, most = min(self.counts, key=self.counts.__getitem__), max(self.counts, key=self.counts.__getitem__)
         if self.counts[most] >= MAX_IMBALANCE * self.counts[fewest]:
             lines.append(f"Very different sizes: {fewest!r} has {self.counts[fewest]}, {most!r} {self.counts[most]}.")
+        if self.copies:
+            images = sum(self.counts.values())
+            lines.append(
+                f"Copies: {self.copies} of {images} images are copies of others or of one group with them; in "
+                f"leave-one-out they count as {images - self.copies}"
+            )
         if self.counted:
             lines.append(f"Leave-one-out accuracy: {self.right} of {self.counted} ({self.accuracy:.0%})")
         else:
@@ -139,14 +151,15 @@ def summarise(fitted: FittedHead) -> SupportSummary:
     labels, features = fitted.labels.cpu(), fitted.support.adapted
     names = fitted.classes.tolist()
     with torch.no_grad():
-        logits = fitted.settled.leave_one_out_logits(features, fitted.labels).double().cpu()
-        cosines = CosineHead().leave_one_out_logits(features, fitted.labels).double().cpu()
+        logits = fitted.settled.leave_one_out_logits(features, fitted.labels, fitted.groups).double().cpu()
+        cosines = CosineHead().leave_one_out_logits(features, fitted.labels, fitted.groups).double().cpu()
     counts = labels.bincount(minlength=len(names))
-    counted = counts[labels] > 1
+    counted = examples_left(fitted.labels, fitted.groups).cpu() > 0
     predicted = logits.argmax(dim=1)
     wrong = counted & (predicted != labels)
     pairs = Counter(zip(labels[wrong].tolist(), predicted[wrong].tolist(), strict=True))
-    mislabelled = _wrong_labels(logits, labels, wrong)
+    weights = None if fitted.groups is None else group_weights(fitted.groups)
+    mislabelled = _wrong_labels(logits, labels, wrong, weights)
     known = set(mislabelled)
     return SupportSummary(
         dict(zip(names, counts.tolist(), strict=True)),
@@ -158,15 +171,16 @@ def summarise(fitted: FittedHead) -> SupportSummary:
             *(Suspect(i, names[labels[i]], "near-duplicate", twin=j) for i, j in _near_duplicates(features.cpu())),
             *(Suspect(i, names[labels[i]], "outlier") for i in _outliers(cosines, labels, counted) if i not in known),
         ],
+        number_of_copies(fitted.groups),
     )
 
 
-def _wrong_labels(logits: Tensor, labels: Tensor, wrong: Tensor) -> dict[int, float]:
+def _wrong_labels(logits: Tensor, labels: Tensor, wrong: Tensor, weights: Tensor | None) -> dict[int, float]:
     """Images with another class more probable than their own -> the odds, highest first."""
     if not wrong.any():
         return {}
     own = logits.gather(1, labels[:, None])[:, 0]
-    odds = ((logits.amax(dim=1) - own) / fit_temperature(logits, labels)).exp()
+    odds = ((logits.amax(dim=1) - own) / fit_temperature(logits, labels, weights)).exp()
     order = odds.argsort(descending=True, stable=True).tolist()
     return {i: float(odds[i]) for i in order if wrong[i] and odds[i] >= MIN_ODDS}
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.gaussians.groups import examples_left, group_weights
 from fewshot_mahalanobis.heads import CosineHead, Head
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.warn import warn_caller
@@ -57,23 +58,31 @@ class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
         means, centre = state
         return F.normalize(query_features.double() - centre, dim=1) @ F.normalize(means, dim=1).T
 
-    def leave_one_out_logits(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+    def leave_one_out_logits(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
+    ) -> Tensor:
         """Logits (n, k) of each support example by the head fitted to the others, exactly, without n fits."""
-        means, centre = self.fit(support_features, support_labels)
-        x, y, k = support_features.double() - centre, support_labels, len(means)
-        counts = y.bincount()[y, None].double()
-        alone, own = counts == 1, F.one_hot(y, k).bool()
-        # Without x its class mean moves by -e v, v = x - M_y, and c by -e v / k; without class y c moves by
+        y = support_labels
+        if groups is not None and len(torch.stack([groups, y]).unique(dim=1)[0]) > len(groups.unique()):
+            return super().leave_one_out_logits(support_features, y, groups)  # a group has examples of several classes
+        means, centre = self.fit(support_features, y)
+        x, k = support_features.double() - centre, len(means)
+        left, own = examples_left(y, groups)[:, None].double(), F.one_hot(y, k).bool()
+        v = x - means[y]
+        if groups is not None:  # the sum over the group
+            _, index = groups.unique(return_inverse=True)
+            v = torch.zeros_like(v).index_add(0, index, v)[index]
+        # Without x, or its group, the class mean moves by -e v and c by -e v / k; without class y c moves by
         # -M_y / (k - 1). So M_j becomes M_j + g_j w, and x - c becomes x + a w.
-        e = 1 / (counts - 1).clamp(min=1)
-        w = torch.where(alone, means[y], x - means[y])
-        a = torch.where(alone, 1 / max(k - 1, 1), e / k)
-        g = torch.where(alone | ~own, a, a - e)
+        gone, e = left == 0, 1 / left.clamp(min=1)
+        w = torch.where(gone, means[y], v)
+        a = torch.where(gone, 1 / max(k - 1, 1), e / k)
+        g = torch.where(gone | ~own, a, a - e)
         x = x + a * w
         length = means.square().sum(dim=1) + 2 * g * (w @ means.T) + g.square() * w.square().sum(dim=1, keepdim=True)
         product = x @ means.T + g * (x * w).sum(dim=1, keepdim=True)
         scale = length.clamp(min=0).sqrt().clamp(min=1e-12) * x.norm(dim=1, keepdim=True).clamp(min=1e-12)
-        return (product / scale).masked_fill(alone & own, -torch.inf)
+        return (product / scale).masked_fill(gone & own, -torch.inf)
 
 
 class Similarity(NamedTuple):
@@ -151,6 +160,7 @@ class OutlierScore:
         support: Features,
         labels: Tensor,
         false_rejection_rate: float,
+        groups: Tensor | None = None,
     ) -> OutlierScore:
         """Fit units and threshold to left-out support examples.
 
@@ -161,14 +171,19 @@ class OutlierScore:
         support : Features
         labels : int64 Tensor of shape (n,)
         false_rejection_rate : float
+        groups : int64 Tensor of shape (n',), optional
+            Left-out examples of equal number count as one.
         """
         if len(left_out) == 1:
-            return cls(rejection_threshold(cls.of_head(left_out[0]), false_rejection_rate), None, support, labels)
-        units, n = score_units(left_out), len(left_out[0])
+            return cls(
+                rejection_threshold(cls.of_head(left_out[0]), false_rejection_rate, groups), None, support, labels
+            )
+        weights = None if groups is None else group_weights(groups)
+        units, n = score_units(left_out, weights), len(left_out[0]) if weights is None else float(weights.sum())
         # The units come from the left-out examples themselves: their squared deviations from the mean are
         # (1 - 1 / n) s_j^2 on average, those of queries (1 + 1 / n) s_j^2.
         scores = standardised_sum(left_out, units) * math.sqrt((n + 1) / (n - 1))
-        return cls(rejection_threshold(scores, false_rejection_rate), units, support, labels)
+        return cls(rejection_threshold(scores, false_rejection_rate, groups), units, support, labels)
 
 
 def standardised_sum(logits: Sequence[Tensor], units: Units) -> Tensor:
@@ -177,32 +192,40 @@ def standardised_sum(logits: Sequence[Tensor], units: Units) -> Tensor:
     return torch.stack(parts).sum(dim=0)
 
 
-def score_units(left_out: Sequence[Tensor]) -> Units:
-    """m_j and s_j / w_j of every term by its logits (n, k) of at least two left-out examples.
+def score_units(left_out: Sequence[Tensor], weights: Tensor | None = None) -> Units:
+    """m_j and s_j / w_j of every term by its logits (n, k) of at least two left-out examples, of weights (n,).
 
     s_j is 1 where all scores are equal but for rounding, as with cosines of copies.
     """
     units = []
-    for logits, weight in zip(left_out, (1.0, *(term.weight for term in SIMILARITIES)), strict=True):
+    for logits, factor in zip(left_out, (1.0, *(term.weight for term in SIMILARITIES)), strict=True):
         score = OutlierScore.of_head(logits)
-        mean, std = float(score.mean()), float(score.std())
-        units.append((mean, (std if std > 1e-6 * abs(mean) else 1.0) / weight))
+        if weights is None:
+            mean, std = float(score.mean()), float(score.std())
+        else:
+            n = float(weights.sum())
+            mean = float(weights @ score) / n
+            std = math.sqrt(float(weights @ (score - mean).square()) / (n - 1))
+        units.append((mean, (std if std > 1e-6 * abs(mean) else 1.0) / factor))
     return tuple(units)
 
 
-def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:
+def rejection_threshold(scores: Tensor, false_rejection_rate: float, groups: Tensor | None = None) -> float:
     """Score that a query of a known class exceeds with the promised probability.
 
     Of n scores and one more, all exchangeable, the new one exceeds the j-th smallest of the n with probability
     1 - j / (n + 1), whatever their distribution. The threshold is the score of rank j = (n + 1) (1 - rate), on the
-    line between its neighbours where that is not whole.
+    line between its neighbours where that is not whole. Of scores in groups, the groups are exchangeable: n is their
+    number, and the rank of a score is the sum of the weights up to it, which are 1 in each group.
 
     Parameters
     ----------
-    scores : Tensor of shape (n,)
+    scores : Tensor of shape (n',)
         Of examples of known classes, each unseen by the classifier that scored it.
     false_rejection_rate : float
         Between 0 and 1.
+    groups : int64 Tensor of shape (n',), optional
+        Scores of equal number count as one. By default each is a group.
 
     Returns
     -------
@@ -211,16 +234,20 @@ def rejection_threshold(scores: Tensor, false_rejection_rate: float) -> float:
     Warns
     -----
     UserWarning
-        The rate is below 1 / (n + 1), the smallest that n examples can guarantee. The threshold is the largest score.
+        The rate is below 1 / (n + 1), the smallest that n groups can guarantee. The threshold is the largest score.
     """
-    n = len(scores)
+    n, unit = (len(scores), "examples") if groups is None else (len(groups.unique()), "groups of examples")
     finest = 1 / (n + 1)
     if false_rejection_rate < finest * (1 - 1e-9):
         warn_caller(
-            f"{n} left-out examples cannot guarantee false_rejection_rate={false_rejection_rate:g}: about {finest:.2g} "
+            f"{n} left-out {unit} cannot guarantee false_rejection_rate={false_rejection_rate:g}: about {finest:.2g} "
             f"of the queries of known classes will be rejected. Add examples, or set {finest:.2g} or more"
         )
-    return float(np.quantile(scores.numpy(), 1 - false_rejection_rate, method="weibull"))  # of rank (n + 1) (1 - rate)
+    if groups is None:
+        return float(np.quantile(scores.numpy(), 1 - false_rejection_rate, method="weibull"))
+    order = scores.argsort()
+    ranks = group_weights(groups)[order].cumsum(0)
+    return float(np.interp((n + 1) * (1 - false_rejection_rate), ranks.numpy(), scores[order].numpy()))
 
 
 def output_labels(classes: NDArray[Any], unknown_label: Any) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import replace
@@ -198,6 +199,31 @@ def test_left_out_logits_are_those_of_the_head_fitted_to_the_others(
         torch.testing.assert_close(got[i], expected, rtol=1e-5, atol=1e-5)
     assert torch.isinf(got).sum() == 1  # class 0 has one example
     torch.testing.assert_close(Head.leave_one_out_logits(head, features, labels), got, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [0, 0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9],
+        [0, 1, 2, 2, 2, 0, 3, 3, 4, 5, 5, 6],
+        [0] * 12,
+        [0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0],
+    ],
+    ids=["of copies", "of two classes", "of all", "without a class"],
+)
+def test_groups_are_left_out_as_fitting_to_the_others_says(name: str, groups: list[int]) -> None:
+    features, _, _ = make_task(4, [3, 4, 5], 512)
+    labels, of = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2]), torch.tensor(groups)
+    head = make_head(name).settled(features, labels, of)
+    expected = torch.full((12, 3), -torch.inf)
+    for i in range(12):
+        rest = of != of[i]
+        present, renumbered = labels[rest].unique(return_inverse=True)
+        if len(present):
+            expected[i, present] = head(features[rest], renumbered, features[i : i + 1])[0]
+    for leave_out in (head.leave_one_out_logits, functools.partial(Head.leave_one_out_logits, head)):
+        torch.testing.assert_close(leave_out(features, labels, of), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_examples_are_left_out_under_settings_chosen_once_on_all_of_them() -> None:

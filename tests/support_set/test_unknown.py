@@ -248,6 +248,11 @@ def test_centred_cosines_without_refits_are_those_of_n_refits() -> None:
     head = CentredCosineHead()
     expected = Head.leave_one_out_logits(head, features, labels)
     torch.testing.assert_close(head.leave_one_out_logits(features, labels), expected, rtol=1e-10, atol=1e-10)
+    of_copies = torch.arange(13) // 2 * 10 + labels
+    of_classes = torch.arange(13) // 3
+    for groups in (of_copies, of_classes, labels):
+        expected = Head.leave_one_out_logits(head, features, labels, groups)
+        torch.testing.assert_close(head.leave_one_out_logits(features, labels, groups), expected, rtol=1e-9, atol=1e-9)
     x, y = features.numpy(), labels.numpy()
     scores = [naive_similarity("centred", query, x, y) for query in queries.numpy()]
     np.testing.assert_allclose(-head(features, labels, queries).amax(dim=1), scores, rtol=1e-10)

@@ -1,0 +1,126 @@
+"""What copies in the support set do to rejection and accuracy: benchmarks/results/copies.md.
+
+    python -m benchmarks.copies DATA_DIR
+
+Support sets of 5 classes (3 for DTD) and 5 images each, 8 queries a class, under the default classifier with
+``unknown_label`` at a false rejection rate of 5 %. Each support set as it is, and with copies of its images added.
+Whether copies are recognised was chosen on validation classes; these are test classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from tqdm.auto import tqdm
+
+from benchmarks.suspects import SETS
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
+from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes
+from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+
+SHOT, QUERIES, RATE, UNKNOWN = 5, 8, 0.05, -1
+QUALITIES = (60, 75, 90)
+
+Images = list[NDArray[np.uint8]]
+
+
+def compressed(image: NDArray[np.uint8], quality: int) -> NDArray[np.uint8]:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "JPEG", quality=quality)
+    return np.asarray(Image.open(buffer))
+
+
+def cropped(image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
+    """The image without 5 to 10 % of its height and of its width."""
+    h, w = image.shape[:2]
+    dy, dx = (round(rng.uniform(0.05, 0.1) * side) for side in (h, w))
+    y, x = rng.integers(0, dy + 1), rng.integers(0, dx + 1)
+    return image[y : h - dy + y, x : w - dx + x]
+
+
+Copies = Callable[[Images, NDArray[np.int64], np.random.Generator], tuple[Images, NDArray[np.int64]]]
+
+
+def of_each(copy: Callable[[NDArray[np.uint8], np.random.Generator], Images]) -> Copies:
+    """Copies of every image."""
+
+    def copies(images: Images, labels: NDArray[np.int64], rng: np.random.Generator) -> tuple[Images, NDArray[np.int64]]:
+        made = [copy(image, rng) for image in images]
+        return [image for of_image in made for image in of_image], np.repeat(
+            labels, [len(of_image) for of_image in made]
+        )
+
+    return copies
+
+
+def of_one_class(
+    images: Images, labels: NDArray[np.int64], rng: np.random.Generator
+) -> tuple[Images, NDArray[np.int64]]:
+    chosen = [image for image, label in zip(images, labels, strict=True) if label == labels[0]]
+    return 3 * chosen, np.repeat(labels[:1], 3 * len(chosen))
+
+
+#: What is added to a support set.
+ADDED: dict[str, Copies] = {
+    "nothing": lambda images, labels, rng: ([], labels[:0]),
+    "each again": of_each(lambda image, rng: [image]),
+    "each as three JPEGs": of_each(lambda image, rng: [compressed(image, quality) for quality in QUALITIES]),
+    "each again by partial_fit": of_each(lambda image, rng: [image]),
+    "each mirrored": of_each(lambda image, rng: [np.ascontiguousarray(image[:, ::-1])]),
+    "each cropped by 5 to 10 %": of_each(lambda image, rng: [cropped(image, rng)]),
+    "one class three times more": of_one_class,
+}
+
+
+def measure(model: SimpleCNAPS, source: ImageSource, index: int) -> list[tuple[float, float, float]]:
+    """For each of ``ADDED``: shares of known queries that are rejected, and classified correctly; copies found."""
+    way = min(5, len(source.class_names))
+    episode = FixedEpisodes(source, way, SHOT, QUERIES, seed=0).draw(index)
+    images, queries = (list(source.images[rows]) for rows in (episode.support, episode.query))
+    found = []
+    for name, copies in ADDED.items():
+        added, labels = copies(images, episode.support_labels, np.random.default_rng((0, index)))
+        classifier = SimpleCNAPSClassifier(model, unknown_label=UNKNOWN, false_rejection_rate=RATE)
+        if "partial_fit" in name:
+            classifier.fit(images, episode.support_labels).partial_fit(added, labels)
+        else:
+            classifier.fit(images + added, np.concatenate([episode.support_labels, labels]))
+        says = classifier.predict_all(queries)
+        right = says.probabilities.argmax(axis=1) == episode.query_labels
+        share = classifier.summary().copies / len(added) if added else classifier.summary().copies
+        found.append((float(says.unknown.mean()), float(right.mean()), share))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--tasks", type=int, default=5)
+    parser.add_argument("--sets", nargs="+", default=SETS)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)  # that there are copies, and few examples
+    model = load_checkpoint("default")
+    rows, values = [], []
+    for name in arguments.sets:
+        source = load_source(arguments.data / name, size=model.image_size, lazy=True)
+        found = 100 * np.mean([measure(model, source, index) for index in tqdm(range(arguments.tasks), name)], axis=0)
+        values.append(found)
+        rows.append(
+            [name.partition(".")[0], *(f"{rejected:.0f} / {right:.0f} / {of:.0f}" for rejected, right, of in found)]
+        )
+        print(rows[-1], flush=True)
+    mean = np.mean(values, axis=0)
+    rows.append(["mean", *(f"{rejected:.1f} / {right:.1f} / {of:.0f}" for rejected, right, of in mean)])
+    print(markdown_table(rows, ["% rejected / right / copies found", *ADDED]))
+
+
+if __name__ == "__main__":
+    main()

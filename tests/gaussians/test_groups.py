@@ -1,0 +1,178 @@
+"""Whole groups left out by downdating, against fitting again without each group."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fewshot_mahalanobis.gaussians.choose import BETA_GRID, choose_beta
+from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.groups import (
+    effective_counts,
+    examples_left,
+    group_weights,
+    groups_by_size,
+    joined_groups,
+)
+from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings, leave_one_out_plda_logits
+from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.temperature import temperature_fit
+from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
+from tests import reference
+from tests.drawn_tasks import make_task
+from tests.gaussians.test_covariance import SETTINGS
+
+Task = tuple[Tensor, Tensor, Tensor]
+
+
+@st.composite
+def grouped_tasks(draw: st.DrawFn) -> Task:
+    """Features (n, d), labels and groups (n,), which may have examples of several classes or all there are."""
+    shots = draw(st.lists(st.integers(1, 8), min_size=1, max_size=5))
+    features, labels, _ = make_task(draw(st.integers(0, 2**16)), shots, draw(st.integers(2, 30)), dtype=torch.float64)
+    n = len(labels)
+    groups = torch.tensor(draw(st.lists(st.integers(0, draw(st.integers(0, n))), min_size=n, max_size=n)))
+    return features, labels, 10 * groups + labels if draw(st.booleans()) else groups
+
+
+def without_groups(task: Task, missing: float, fitted) -> Tensor:  # type: ignore[no-untyped-def]
+    """The definition: ``fitted(features, labels, queries)`` (1, k') of the others, one example at a time."""
+    features, labels, groups = task
+    rows = torch.full((len(labels), int(labels.max()) + 1), missing, dtype=torch.float64)
+    for i in range(len(labels)):
+        rest = groups != groups[i]
+        present, renumbered = labels[rest].unique(return_inverse=True)
+        if len(present):
+            rows[i, present] = fitted(features[rest], renumbered, features[i : i + 1])[0]
+    return rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(task=grouped_tasks(), of_covariance=st.sampled_from(SETTINGS))
+def test_distances_equal_those_of_refitting_without_each_group(task: Task, of_covariance: dict[str, object]) -> None:
+    got = leave_one_out_distance(CovarianceSettings(**of_covariance), *task)  # type: ignore[arg-type]
+    expected = without_groups(task, torch.inf, lambda x, y, q: reference.squared_mahalanobis(x, y, q, **of_covariance))
+    torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(task=grouped_tasks(), power=st.sampled_from([0.5, 1.0]))
+def test_plda_logits_equal_those_of_refitting_without_each_group(task: Task, power: float) -> None:
+    assume(int(task[1].max()) > 0)  # the model is of two classes or more
+    of_plda = PldaSettings(0.7, 0.9, 1.3, 0.5, "within", power)
+    got = leave_one_out_plda_logits(of_plda, *task)
+    torch.testing.assert_close(got, without_groups(task, -torch.inf, AutoHead(of_plda)), rtol=1e-7, atol=1e-8)
+
+
+def test_groups_of_one_give_the_same_bits_as_none() -> None:
+    features, labels, _ = make_task(0, [4, 1, 3], 9, dtype=torch.float64)
+    features, alone = features.abs(), torch.arange(8).flip(0)
+    for of_covariance in (CovarianceSettings("auto"), CovarianceSettings(2.0, shared="within")):
+        assert choose_beta(of_covariance, features, labels, alone) == choose_beta(of_covariance, features, labels)
+    of_plda = choose_plda_settings(features, labels, alone)
+    assert of_plda == choose_plda_settings(features, labels)
+    for leave_out in (leave_one_out_distance, leave_one_out_plda_logits):
+        of = CovarianceSettings() if leave_out is leave_one_out_distance else of_plda
+        assert torch.equal(leave_out(of, features, labels, alone), leave_out(of, features, labels))  # type: ignore[arg-type]
+
+
+def test_distances_without_groups_have_gradients() -> None:
+    features, labels, _ = make_task(3, [3, 2, 4], 4, dtype=torch.float64)
+    groups = torch.tensor([0, 0, 1, 1, 2, 3, 3, 4, 3])
+    finite = leave_one_out_distance(CovarianceSettings(), features, labels, groups).isfinite()
+
+    def distances(x: Tensor) -> Tensor:
+        return leave_one_out_distance(CovarianceSettings(), x, labels, groups)[finite]
+
+    assert torch.autograd.gradcheck(distances, features.requires_grad_(), atol=1e-6)
+
+
+def test_a_group_whose_removal_is_lost_to_rounding_is_refused() -> None:
+    features, labels, _ = make_task(4, [4, 3], 6, dtype=torch.float64)
+    features[0] *= 1e8
+    with pytest.raises(ValueError, match="lost to rounding"):
+        leave_one_out_distance(CovarianceSettings(), features, labels, torch.tensor([0, 1, 2, 3, 4, 5, 5]))
+
+
+def naive_choice(task: Task) -> PldaSettings:
+    """What ``choose_plda_settings`` promises for equal shots and features of both signs, by refitting."""
+    x, labels, groups = task
+    k, weights = int(labels.max()) + 1, 1 / (groups[:, None] == groups).sum(dim=1).double()
+    sizes = [(groups[labels == label].bincount()).double() for label in range(k)]
+    effective = torch.stack([size.sum() ** 2 / size.square().sum() for size in sizes])
+
+    def inverse(rows: Tensor, beta: float) -> Tensor:
+        return torch.linalg.inv(reference.pooled_covariance(x[rows], labels[rows]) + beta * torch.eye(x.shape[1]))
+
+    def fitted(beta: float) -> tuple[PldaSettings, float]:
+        own = []
+        for i in range(len(x)):
+            rest = groups != groups[i]
+            others = rest & (labels == labels[i])
+            number = groups[others].bincount().double()
+            z = x[i] - x[others].mean(dim=0)
+            own.append(z @ inverse(rest, beta) @ z / (1 + number.square().sum() / number.sum() ** 2))
+        distance = float((weights * torch.stack(own)).sum() / weights.sum())
+        means = torch.stack([x[labels == label].mean(dim=0) for label in range(k)])
+        centred = means - means.mean(dim=0)
+        between = float((centred @ inverse(labels >= 0, beta) * centred).sum(dim=1).mean()) * k / (k - 1)
+        spread = (between - distance * float((1 / effective).mean())) / distance
+        of_beta = PldaSettings(beta, min(max(spread, 0.01), 1e4), 0.0, 1.0, "within")
+        logits = without_groups(task, -torch.inf, AutoHead(of_beta))
+        fit = temperature_fit(logits, labels, 0.25 / k, weights)
+        return PldaSettings(beta, of_beta.spread, 0.0, 1 / fit.temperature, "within"), fit.loss * float(weights.sum())
+
+    unit, exponents = float(x.var(dim=0).mean()), torch.linspace(-1, 2, 7, dtype=torch.float64)
+    losses = torch.tensor([fitted(unit * 10**exponent)[1] for exponent in exponents.tolist()])
+    posterior = torch.softmax(torch.distributions.Normal(1.0, 0.35).log_prob(exponents) - losses, dim=0)
+    return fitted(unit * 10 ** float(posterior @ exponents))[0]
+
+
+@pytest.mark.parametrize("groups", [[0, 0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8], [0, 1, 2, 2, 3, 0, 4, 4, 5, 5, 6, 7]])
+def test_plda_settings_are_those_that_refitting_without_each_group_says(groups: list[int]) -> None:
+    x, _, _ = make_task(3, [4, 4, 4], 8, dtype=torch.float64)
+    task = x + torch.arange(3).repeat_interleave(4)[:, None], torch.arange(3).repeat_interleave(4), torch.tensor(groups)
+    found, expected = choose_plda_settings(*task), naive_choice(task)
+    assert found.shared == "within"
+    for name in ("beta", "spread", "freedom", "scale"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5), name
+
+
+def test_beta_is_what_left_out_groups_and_the_prior_make_most_probable() -> None:
+    features, labels, _ = make_task(5, [4, 3, 5], 12, dtype=torch.float64)
+    features = features + 3 * torch.randn(features.shape, generator=torch.Generator().manual_seed(1)).double()
+    task = torch.cat([features, features]), labels.repeat(2), torch.arange(12).repeat(2)
+    variance, losses = float(task[0].var(dim=0).mean()), []
+    for factor in BETA_GRID:
+        head = MahalanobisHead(RegularizedCovariance(factor * variance))
+        fit = temperature_fit(without_groups(task, -torch.inf, head), task[1], 1.0, torch.full((24,), 0.5))
+        losses.append(12 * fit.loss + (math.log10(factor) - 1) ** 2 / (2 * 0.5**2))
+    expected = BETA_GRID[losses.index(min(losses))] * variance
+    assert choose_beta(CovarianceSettings("auto"), *task).ridge == pytest.approx(expected)
+
+
+def test_one_group_a_class_is_like_one_example_a_class() -> None:
+    features, labels, _ = make_task(6, [3, 3], 8, dtype=torch.float64)
+    assert choose_plda_settings(features, labels, labels).shared == "task"
+    variance = float(features.var(dim=0).mean())
+    assert choose_beta(CovarianceSettings("auto"), features, labels, labels).ridge == pytest.approx(variance)
+
+
+def test_helpers_of_groups() -> None:
+    labels, groups = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([7, 7, 3, 3, 5, 9])
+    assert joined_groups(None) is None
+    assert joined_groups(torch.tensor([4, 2, 9])) is None
+    assert joined_groups(groups) is groups
+    assert [rows.tolist() for rows in groups_by_size(groups)] == [[[4], [5]], [[2, 3], [0, 1]]]
+    assert examples_left(labels, groups).tolist() == [1, 1, 2, 2, 2, 2]
+    assert examples_left(labels, None).tolist() == [2] * 6
+    assert group_weights(groups).tolist() == [0.5, 0.5, 0.5, 0.5, 1.0, 1.0]
+    of_classes, without_groups = effective_counts(labels, groups)
+    assert of_classes.tolist() == pytest.approx([9 / 5, 3])
+    assert without_groups.tolist() == pytest.approx([1, 1, 1, 2, 2, 2])

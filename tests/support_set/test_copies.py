@@ -1,0 +1,262 @@
+"""Copies in the support set: they are recognised, left out together, and counted once."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits, load_iris
+
+from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
+from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
+from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows, joined, near_copies, number_of_copies
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.influence import support_influence
+from fewshot_mahalanobis.support_set.summary import summarise
+from tests.drawn_tasks import make_task
+from tests.tiny import LABELS, adapting_model, pictures
+
+NO_PAIRS = np.empty((0, 2), np.int64)
+
+
+@pytest.fixture(scope="module")
+def task() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Support set of 5 classes of 5, 400 queries and the queries' classes: digits in a random basis, plus noise."""
+    digits = load_digits()
+    x = torch.from_numpy(digits.data[digits.target < 5] / 16)
+    y = torch.from_numpy(digits.target[digits.target < 5])
+    x = x @ torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = torch.cat([(y == label).nonzero()[:5, 0] for label in range(5)])
+    rest = torch.tensor([i for i in range(len(y)) if i not in {*rows.tolist()}])[:400]
+    return x[rows], y[rows], x[rest], y[rest]
+
+
+def copied(x: torch.Tensor, y: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A support set with copies."""
+    noise = 0.01 * torch.randn(3 * len(x), x.shape[1], generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+    copies = {
+        "doubles": (x, y),
+        "three near-copies each": (x.repeat(3, 1) + noise, y.repeat(3)),
+        "one class four times": (x[y == 0].repeat(3, 1), y[y == 0].repeat(3)),
+    }[how]
+    return torch.cat([x, copies[0]]), torch.cat([y, copies[1]])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("how", ["doubles", "three near-copies each", "one class four times"])
+@pytest.mark.parametrize("head", [AutoHead(), MahalanobisHead()], ids=["auto", "mahalanobis"])
+def test_known_queries_are_not_rejected_for_copies(
+    how: str, head: Any, task: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    x, y, queries, truth = task
+
+    def rejected_and_right(x: torch.Tensor, y: torch.Tensor, copies: Any) -> tuple[float, float]:
+        fitted = FittedHead.fit(head, Features(x), y, unknown_label=-1, false_rejection_rate=0.05, copies=copies)
+        prediction = fitted.predict(Features(queries))
+        right = prediction.logits.argmax(dim=1) == truth
+        return float((prediction.indices == 5).double().mean()), float(right.double().mean())
+
+    without, with_copies = rejected_and_right(x, y, near_copies), rejected_and_right(*copied(x, y, how), near_copies)
+    assert with_copies[0] <= without[0] + 0.05
+    assert with_copies[1] >= without[1] - 0.02
+    if how != "one class four times":
+        assert rejected_and_right(*copied(x, y, how), None)[0] > with_copies[0] + 0.2  # what was wrong without
+
+
+def test_without_copies_nothing_is_found_and_everything_is_as_before(
+    task: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    x, y, queries, _ = task
+    assert len(near_copies(x, y)) == len(equal_rows(x, y)) == 0
+    fits = [
+        FittedHead.fit(AutoHead(), Features(x), y, unknown_label=-1, copies=copies) for copies in (None, near_copies)
+    ]
+    scores = [fitted.outlier_score(Features(queries)) for fitted in fits]
+    assert torch.equal(*scores)
+    assert fits[0].groups is fits[1].groups is None
+
+
+def test_near_copies_are_those_of_one_class_and_closer_than_is_usual_there() -> None:
+    features, labels, _ = make_task(0, [6, 6], 40, dtype=torch.float64)
+    first, other = (labels == 0).nonzero()[:2, 0].tolist()
+    near = features[first] + 0.1 * torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.cat([features, near[None], 3 * features[other][None], features[first][None]])  # cosines: 3 x is no change
+    y = torch.cat([labels, torch.tensor([0, 0, 1])])
+    assert {tuple(sorted(pair)) for pair in near_copies(x, y).tolist()} == {(first, 12), (other, 13)}
+    assert near_copies(x.float(), y).tolist() == near_copies(x, y).tolist()
+
+
+def test_copies_of_the_only_picture_of_a_class_are_recognised() -> None:
+    features, labels, _ = make_task(0, [1, 1, 1], 40, dtype=torch.float64)
+    pairs = near_copies(torch.cat([features, features]), labels.repeat(2))
+    assert pairs.tolist() == [[i, i + 3] for i in labels.argsort().tolist()]
+    assert len(near_copies(torch.zeros(4, 3), torch.tensor([0, 0, 1, 1]))) == 0  # features that say nothing
+
+
+def test_blocks_of_rows_find_the_same_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fewshot_mahalanobis.support_set import copies
+
+    features, labels, _ = make_task(0, [9, 4], 30)
+    x, y = torch.cat([features, features[3:8]]), torch.cat([labels, labels[3:8]])
+    pairs = near_copies(x, y).tolist()
+    assert len(pairs) == 5
+    monkeypatch.setattr(copies, "_ROWS", 2)
+    assert near_copies(x, y).tolist() == pairs
+
+
+def test_equal_rows_are_copies_where_they_cannot_be_equal_by_chance() -> None:
+    digits, iris = load_digits(), load_iris()
+    X, y = torch.from_numpy(digits.data[:60]) + torch.rand(60, 1).double(), torch.from_numpy(digits.target[:60])
+    X = X @ torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rounded = X[:3] * (1 + 1e-7)
+    assert sorted(map(sorted, equal_rows(torch.cat([X, rounded]), torch.cat([y, y[:3]])).tolist())) == [
+        [0, 60], [1, 61], [2, 62],
+    ]  # fmt: skip
+    assert len(equal_rows(torch.cat([X, X[:1]]), torch.cat([y, y[:1] + 1]))) == 0  # of another class
+    assert len(equal_rows(*map(torch.from_numpy, (iris.data, iris.target)))) == 0  # two flowers measure the same
+    binary = torch.randint(0, 2, (400, 12), generator=torch.Generator().manual_seed(0)).double()
+    assert len(equal_rows(binary, torch.arange(400) % 2)) == 0
+
+
+def test_groups_join_directly_and_through_others() -> None:
+    assert joined(4, NO_PAIRS, [None] * 4) is None
+    assert joined(3, NO_PAIRS, ["a", "b", "c"]) is None
+    chain = joined(5, np.array([[0, 1], [3, 1]]), [None] * 5)
+    assert chain is not None
+    assert chain.tolist() == [0, 0, 1, 0, 2]
+    mixed = joined(6, np.array([[0, 1], [2, 3], [4, 5]]), ["a", "b", "a", None, None, None])
+    assert mixed is not None
+    assert mixed.tolist() == [0, 1, 0, 0, 2, 2]  # a and b are not joined: the user has named both
+    assert number_of_copies(mixed) == 3
+    assert number_of_copies(None) == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [([1, 2], "3 examples but 2 groups"), ("abc", "sequence"), ([1, None, 2], "group 1 is None"),
+     ([1, 2, float("nan")], "group 2 is nan"), (5, "sequence")],
+)  # fmt: skip
+def test_groups_that_are_no_names_are_refused(groups: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked_groups(groups, 3)
+    classifier = MahalanobisClassifier()
+    with pytest.raises(ValueError, match=message):
+        classifier.fit(np.eye(3), [0, 1, 1], groups)
+    assert not hasattr(classifier, "fitted_head_")
+
+
+def test_groups_of_any_sequence_are_names() -> None:
+    for groups in (["a", "b"], np.array(["a", "b"]), ("a", "b"), iter("ab")):
+        assert checked_groups(groups, 2) == ["a", "b"]
+    assert checked_groups(np.arange(2), 2) == [0, 1]
+    assert checked_groups(None, 2) == [None, None]
+
+
+def test_features_twice_are_said_once_and_reject_no_more() -> None:
+    digits = load_digits()
+    X, y = digits.data[:100] @ np.random.default_rng(0).normal(size=(64, 64)), digits.target[:100]
+    queries = digits.data[300:600] @ np.random.default_rng(0).normal(size=(64, 64))
+    settings = {"unknown_label": -1, "false_rejection_rate": 0.05, "temperature": "auto"}
+    once = MahalanobisClassifier(**settings).fit(X, y)
+    with pytest.warns(UserWarning, match="100 of 200 support examples look like copies .* counts all as 100"):
+        twice = MahalanobisClassifier(**settings).fit(np.tile(X, (2, 1)), np.tile(y, 2))
+    with pytest.warns(UserWarning, match="100 of 200") as caught:
+        added = MahalanobisClassifier(**settings).fit(X, y).partial_fit(X, y)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert added.threshold_ == twice.threshold_
+    assert (twice.predict(queries) == -1).mean() <= (once.predict(queries) == -1).mean() + 0.03
+    assert twice.temperature_ == pytest.approx(once.temperature_, rel=0.3)
+    assert (twice.summary().copies, once.summary().copies) == (100, 0)
+    assert "Copies: 100 of 200 images" in str(twice.summary())
+    assert abs(twice.summary().accuracy - once.summary().accuracy) <= 0.02
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = MahalanobisClassifier(**settings).fit(np.tile(X, (2, 1)), np.tile(y, 2), groups=range(200))
+        added.partial_fit(queries[:5], digits.target[300:305])  # no new copies: nothing is said again
+        named = MahalanobisClassifier(**settings).fit(np.tile(X, (2, 1)), np.tile(y, 2), np.tile(np.arange(100), 2))
+    assert named.threshold_ == twice.threshold_
+    assert alone.fitted_head_.groups is None
+    assert (alone.predict(queries) == -1).mean() > (once.predict(queries) == -1).mean() + 0.2  # what was wrong
+
+
+def test_one_class_of_copies_is_left_without_another() -> None:
+    x = np.random.default_rng(0).normal(size=(4, 12))
+    X, y = np.repeat(x, [3, 1, 1, 1], axis=0), np.array([0, 0, 0, 1, 1, 1])
+    with pytest.warns(UserWarning, match="2 of 6"):
+        classifier = MahalanobisClassifier(unknown_label=-1, false_rejection_rate=0.3).fit(X, y)
+    assert classifier.summary().counted == 3  # class 0 is gone without its picture
+    with pytest.raises(ValueError, match="two examples that are not copies"):
+        MahalanobisClassifier(unknown_label=-1).fit(np.tile(x[:2], (3, 1)), [0, 1] * 3)
+
+
+def test_a_group_may_have_examples_of_two_classes() -> None:
+    X = np.random.default_rng(0).normal(size=(8, 12))
+    classifier = MahalanobisClassifier(unknown_label=-1, false_rejection_rate=0.25)
+    classifier.fit(X, [0, 0, 0, 0, 1, 1, 1, 1], groups=["a", "a", "b", "c", "b", "d", "e", "f"])
+    head = classifier.fitted_head_
+    assert classifier.summary().copies == 2
+    expected = head.settled(head.support.adapted[[2, 3, 5, 6, 7][1:]], torch.tensor([0, 1, 1, 1]), torch.tensor(X[:1]))
+    assert expected.shape == (1, 2)
+    logits = head.settled.leave_one_out_logits(head.support.adapted, head.labels, head.groups)
+    rest = torch.tensor([0, 1, 3, 5, 6, 7])
+    of_b = head.settled(head.support.adapted[rest], head.labels[rest], head.support.adapted[[2, 4]])
+    torch.testing.assert_close(logits[[2, 4]], of_b, rtol=1e-8, atol=1e-8)
+
+
+def test_the_influence_of_an_example_is_that_of_its_group() -> None:
+    features, labels, queries = make_task(1, [4, 3], 20, dtype=torch.float64)
+    groups = ["a", "b", "b", "c", "d", "e", "e"]
+    fitted = FittedHead.fit(AutoHead(), Features(features), labels, group_names=groups)
+    influence = support_influence(fitted, queries[:3])
+    assert torch.equal(influence[:, 1], influence[:, 2])
+    rest = torch.tensor([0, 3, 4, 5, 6])
+    without = FittedHead.fit(
+        AutoHead(), Features(features[rest]), labels[rest], group_names=[groups[i] for i in rest.tolist()]
+    )
+    log_p = fitted.logits(queries[:3]).log_softmax(dim=1)
+    change = (log_p - without.logits(queries[:3]).log_softmax(dim=1)).gather(1, log_p.argmax(dim=1, keepdim=True))
+    torch.testing.assert_close(influence[:, [1]], change)
+
+
+def test_images_again_by_partial_fit_are_recognised_kept_and_saved(tmp_path: Path) -> None:
+    model = adapting_model()
+    settings: dict[str, Any] = {"device": "cpu", "unknown_label": "none", "false_rejection_rate": 0.2}
+    images = pictures(8, 1)
+    classifier = SimpleCNAPSClassifier(model, **settings).fit(images, LABELS)
+    with pytest.warns(UserWarning, match="8 of 16 support examples look like copies") as caught:
+        classifier.partial_fit(images, LABELS)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert classifier.summary().copies == 8
+    threshold, groups = classifier.threshold_, classifier.fitted_head_.groups
+    with pytest.warns(UserWarning, match="8 of 16"):
+        again = SimpleCNAPSClassifier(model, **settings).fit(np.concatenate([images, images]), LABELS + LABELS)
+    assert again.threshold_ == pytest.approx(threshold, rel=1e-5)
+    classifier.partial_fit(pictures(2, 5), ["red", "blue"], groups=["film", "film"])
+    assert classifier.summary().copies == 9
+    classifier.save(tmp_path / "classifier")
+    for kept in (
+        SimpleCNAPSClassifier.load(tmp_path / "classifier"),
+        pickle.loads(pickle.dumps(classifier)),
+    ):
+        assert kept.fitted_head_.group_names == [None] * 16 + ["film", "film"]
+        assert kept.fitted_head_.groups[:16].tolist() == groups.tolist()
+        assert kept.summary() == classifier.summary()
+        kept.partial_fit(pictures(1, 6), ["red"], groups=["film"])
+        assert kept.summary().copies == 10
+
+
+def test_summary_leaves_whole_groups_out() -> None:
+    features, labels, _ = make_task(2, [5, 5], 4, dtype=torch.float64)
+    groups = torch.arange(10) // 2
+    fitted = FittedHead.fit(AutoHead(), Features(features), labels, group_names=groups.tolist())
+    right = 0
+    for i in range(10):
+        rest = groups != groups[i]
+        right += int(fitted.settled(features[rest], labels[rest], features[i : i + 1]).argmax()) == int(labels[i])
+    assert (summarise(fitted).right, summarise(fitted).counted) == (right, 10)
