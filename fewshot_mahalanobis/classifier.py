@@ -65,6 +65,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         with it); the checkpoint's own head, with its settings, if that has this name. Or a head object.
     adapt : bool, default=True
         False leaves the network as pretrained ("No Adaptation").
+    image_size : int, optional
+        Side of the square that images are resized to, in pixels; by default the checkpoint's. Smaller images take less
+        time, larger ones show finer detail. The default checkpoint was trained for 128 to 288 pixels: see the page "How
+        fast".
     device : str or torch.device, default="auto"
         Where the network runs; "auto" is CUDA where there is one, else the CPU.
     precision : {"auto", "float32", "bfloat16"}, default="auto"
@@ -140,6 +144,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         *,
         head: str | nn.Module = "auto",
         adapt: bool = True,
+        image_size: int | None = None,
         device: str | torch.device = "auto",
         precision: str = "auto",
         batch_size: int = 64,
@@ -153,6 +158,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         self.checkpoint = checkpoint
         self.head = head
         self.adapt = adapt
+        self.image_size = image_size
         self.device = device
         self.precision = precision
         self.batch_size = batch_size
@@ -192,6 +198,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         device = choose_device(self.device)
         check_precision(self.precision)
         model = self.checkpoint if isinstance(self.checkpoint, SimpleCNAPS) else load_checkpoint(self.checkpoint)
+        if self.image_size is not None:
+            model = model.at_size(self.image_size)
         if model.training or model.device != device:  # otherwise it is shared: nothing here changes a model
             model = copy.deepcopy(model).eval().to(device)
         dtype = choose_dtype(self.precision, model)

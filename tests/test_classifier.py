@@ -309,7 +309,7 @@ def test_constructor_arguments_are_kept_and_cloned(model: SimpleCNAPS, support: 
     arguments = {
         "checkpoint": "somewhere", "head": "cosine", "adapt": False, "device": "cpu", "precision": "float32",
         "batch_size": 3, "temperature": 2.0, "unknown_label": "none", "false_rejection_rate": 0.2,
-        "value_range": (0, 4095), "n_jobs": 2, "verbose": 0,
+        "value_range": (0, 4095), "image_size": 96, "n_jobs": 2, "verbose": 0,
     }  # fmt: skip
     classifier = SimpleCNAPSClassifier(**arguments)  # type: ignore[arg-type]
     assert classifier.get_params() == arguments
@@ -572,3 +572,36 @@ def test_constructor_arguments_that_mean_nothing_are_refused_by_fit(
 def test_an_unknown_checkpoint_is_refused_by_fit(support: Pictures) -> None:
     with pytest.raises(ValueError, match="no-such-checkpoint"):
         SimpleCNAPSClassifier("no-such-checkpoint").fit(support, SUPPORT_LABELS)
+
+
+def test_the_size_of_images_is_a_choice_of_the_user(support: Pictures, queries: Pictures, tmp_path: Path) -> None:
+    model = adapting_model()
+    classifier = SimpleCNAPSClassifier(model, image_size=48).fit(support, SUPPORT_LABELS)
+    expected = SimpleCNAPS(image_size=48, beta=0.5, scale=0.5).eval()
+    expected.load_state_dict(model.state_dict())
+    of_expected = SimpleCNAPSClassifier(expected).fit(support, SUPPORT_LABELS)
+    probabilities = of_expected.predict_proba(queries)
+    assert (classifier.predict_proba(queries) == probabilities).all()
+    assert model.image_size == model.config["image_size"] == 32
+    classifier.save(tmp_path / "classifier.safetensors")
+    classifier.set_params(image_size=64)  # it says what the next fit does
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "classifier.safetensors")
+    assert loaded.get_params()["image_size"] == 48
+    for kept in (classifier, loaded, pickle.loads(pickle.dumps(classifier))):
+        assert (kept.predict_proba(queries) == probabilities).all()
+        kept.partial_fit(support[:1], SUPPORT_LABELS[:1])
+    of_expected.partial_fit(support[:1], SUPPORT_LABELS[:1])
+    assert (loaded.predict_proba(queries) == of_expected.predict_proba(queries)).all()
+
+
+@pytest.mark.parametrize("size", [31, 1025, 40.5, "large"])
+def test_a_size_that_no_image_can_have_is_refused(size: Any, support: Pictures) -> None:
+    with pytest.raises(ValueError, match="image_size must be a whole number from 32 to 1024"):
+        SimpleCNAPSClassifier(adapting_model(), image_size=size).fit(support, SUPPORT_LABELS)
+
+
+def test_a_network_of_your_own_has_its_own_size(support: Pictures) -> None:
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    model = SimpleCNAPS.from_backbone(network, image_size=32, mean=(0.5,) * 3, std=(0.5,) * 3)
+    with pytest.raises(ValueError, match=r"from_backbone\(image_size=...\)"):
+        SimpleCNAPSClassifier(model, image_size=48).fit(support, SUPPORT_LABELS)

@@ -105,6 +105,10 @@ def fit(
         typer.Option(help="How classes are compared: auto, mahalanobis, euclidean, manhattan, cosine or dot_product."),
     ] = "auto",
     adapt: Annotated[bool, typer.Option(help="Adapt the network to the support set.")] = True,
+    image_size: Annotated[
+        int | None,
+        typer.Option(help="Side that images are resized to, in pixels: smaller is faster. Default: the checkpoint's."),
+    ] = None,
     unknown_label: Annotated[
         str | None, typer.Option(help="Label for images unlike every class. Without it they get the nearest class.")
     ] = None,
@@ -140,9 +144,10 @@ def fit(
         from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
         classifier = SimpleCNAPSClassifier(
-            checkpoint if backbone is None else SimpleCNAPS.from_backbone(backbone),
+            checkpoint if backbone is None else SimpleCNAPS.from_backbone(backbone, image_size=image_size),
             head=head,
             adapt=adapt,
+            image_size=image_size if backbone is None else None,
             device=device,
             unknown_label=unknown_label,
             false_rejection_rate=false_rejection_rate,

@@ -97,6 +97,7 @@ class Parameters(_Record):
     n_jobs: int | None
     verbose: int
     value_range: tuple[float, float] | None = None  # absent from files before it was an argument
+    image_size: int | None = None
 
 
 class Labels(_Record):
@@ -180,6 +181,7 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
             n_jobs=None if parameters["n_jobs"] is None else int(parameters["n_jobs"]),
             verbose=int(parameters["verbose"]),
             value_range=checked_range(parameters["value_range"]),
+            image_size=None if parameters["image_size"] is None else int(parameters["image_size"]),
         ),
         labels=Labels(kept["classes"].dtype.str, kept["classes"].tolist()),
         precision=state.precision,

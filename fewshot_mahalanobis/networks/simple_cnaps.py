@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -135,9 +136,7 @@ class SimpleCNAPS(
         super().__init__()
         if adaptation not in GENERATORS:
             raise ValueError(f"adaptation must be one of {sorted(GENERATORS)}, not {adaptation!r}")
-        smallest = 32 if backbone is None or adaptation != "none" else 1  # the set encoder halves an image five times
-        if not smallest <= image_size <= 1024:
-            raise ValueError(f"image_size must be from {smallest} to 1024 pixels, not {image_size!r}")
+        _check_image_size(image_size, 32 if backbone is None or adaptation != "none" else 1)
         if encoder_size is not None and (adaptation == "none" or not 32 <= encoder_size <= 1024):
             raise ValueError(f"encoder_size, of a model that adapts, is from 32 to 1024 pixels, not {encoder_size!r}")
         if backbone is not None and (adaptation == "auto-regressive" or head == "linear" or projection):
@@ -198,6 +197,26 @@ class SimpleCNAPS(
         super().train(mode)
         self.feature_extractor.eval()
         return self
+
+    def at_size(self, image_size: int) -> SimpleCNAPS:
+        """Return this model for images of another size; it shares the weights.
+
+        Parameters
+        ----------
+        image_size : int
+            Side of the images in pixels, from 32 to 1024.
+
+        Raises
+        ------
+        ValueError
+            The size is out of range, or the backbone came by :meth:`from_backbone`, which takes ``image_size`` itself.
+        """
+        if isinstance(self.feature_extractor, Backbone):
+            raise ValueError("the size of a network of your own is set where it is made: from_backbone(image_size=...)")
+        _check_image_size(image_size, 32)
+        model = copy.copy(self)
+        model.image_size, model.config = image_size, {**self.config, "image_size": image_size}
+        return model
 
     @property
     def device(self) -> torch.device:
@@ -564,3 +583,9 @@ class SimpleCNAPS(
         from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
         return load_checkpoint(pretrained_model_name_or_path, backbone, **hub_options)
+
+
+def _check_image_size(image_size: int, smallest: int) -> None:
+    # The set encoder halves an image five times, so 32 pixels are the least for it.
+    if not isinstance(image_size, Integral) or not smallest <= image_size <= 1024:
+        raise ValueError(f"image_size must be a whole number from {smallest} to 1024 pixels, not {image_size!r}")
