@@ -452,25 +452,44 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         file = classifier_file(folder, str(name)) if folder.is_dir() else hub_classifier(str(name), token=token)
         return cls.load(file, device, backbone=backbone)
 
-    def export_onnx(self, path: str | os.PathLike[str]) -> None:
+    def export_onnx(self, path: str | os.PathLike[str], *, pixels: bool = False) -> None:
         """Write the adapted network and its fitted head as one ONNX file, in float32, replacing any file at ``path``.
 
-        Input "images": float32 (n, 3, s, s), RGB, value / 127.5 - 1, s the model's image size.
-        Output "logits": float32 (n, k), a column for each label. The labels are the property "classes", as JSON.
-        ImportError if the packages of the extra ``onnx`` are absent; ValueError if the head is of a class of your own
-        or has too many numbers for a file (a matrix for each class, with as many rows as support images).
+        Parameters
+        ----------
+        path : path
+        pixels : bool, default=False
+            False: the input "images" is float32 (n, 3, s, s), RGB, value / 127.5 - 1, s the model's image size, and the
+            output "logits" (n, k) has a column for each label. True: the input "pixels" is one picture of any size,
+            uint8 (h, w, 3) or (h, w, 4); the outputs are "probabilities" (k,), "label", an index into the property
+            "labels", which has the unknown label too, and "outlier_score". The file's properties describe both; the
+            labels of the columns are "classes", as JSON.
+
+        Raises
+        ------
+        ImportError
+            The packages of the extra ``onnx`` are absent.
+        ValueError
+            The head is of a class of your own without ``export``, or has too many numbers for a file (a matrix for each
+            class, with as many rows as support images).
         """
         check_is_fitted(self)
-        write_onnx(self.model_, self.task_, path, self.classes_.tolist())
+        write_onnx(self.model_, self.task_, path, pixels=pixels)
 
-    def export_program(self, path: str | os.PathLike[str]) -> None:
+    def export_program(self, path: str | os.PathLike[str], *, pixels: bool = False) -> None:
         """Write the adapted network and its fitted head as one ``torch.export`` program, in float32, to a .pt2 file.
 
         It runs in PyTorch without this package: ``torch.export.load(path, extra_files).module()(images)`` gives the
-        logits. Input, output and errors are those of :meth:`export_onnx`; the labels are the extra file "classes".
+        logits. Input, output and errors are those of :meth:`export_onnx`; its properties are the extra files.
+
+        Parameters
+        ----------
+        path : path
+        pixels : bool, default=False
+            As for :meth:`export_onnx`.
         """
         check_is_fitted(self)
-        write_program(self.model_, self.task_, path, self.classes_.tolist())
+        write_program(self.model_, self.task_, path, pixels=pixels)
 
     # One state for files and for pickles: the constructor arguments, the model, and what was fitted.
 

@@ -1,24 +1,31 @@
-"""A fitted classifier as one graph, ONNX or torch.export: images in, logits out. It runs without this package."""
+"""A fitted classifier as one graph, ONNX or torch.export, which runs without this package.
+
+It reads images as the network does and gives logits, or it reads the pixels of a picture of any size and gives
+probabilities, the index of the label and the outlier score.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.checkpoints.pixels import Square
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedTask
+from fewshot_mahalanobis.support_set.features import Features
 
 
-def write_onnx(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], classes: list[Any]) -> None:
+def write_onnx(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], *, pixels: bool) -> None:
     """Write an adapted task as an ONNX file, replacing any file at ``path``, whole or not at all.
 
-    The labels ``classes`` are written into the file's properties as JSON. ImportError if onnx or onnxscript is absent;
+    Labels and what else a user of the file needs are in its properties. ImportError if onnx or onnxscript is absent;
     ValueError if the head or the backbone has no form as a graph, or the head's matrices are too large for a file.
     """
     try:
@@ -26,58 +33,80 @@ def write_onnx(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[st
         import onnxscript  # noqa: F401 (torch's exporter imports it)
     except ImportError as error:
         raise ImportError("the ONNX export needs more packages: pip install fewshot-mahalanobis[onnx]") from error
-    graph, example, shapes = _graph_and_example(model, task)
+    graph = _graph_of(model, task, pixels)
     try:
         program = torch.onnx.export(
-            graph,
-            example,
+            graph.module,
+            (graph.example,),
             dynamo=True,
-            dynamic_shapes=shapes,
-            input_names=["images"],
-            output_names=["logits"],
+            dynamic_shapes=(graph.shape,),
+            input_names=[graph.input_name],
+            output_names=graph.output_names,
             verbose=False,
         )
     except torch.onnx.OnnxExporterError as error:
         raise ValueError(f"torch's exporter cannot make a graph of this backbone: {error}") from error
     assert program is not None
     proto = program.model_proto
-    onnx.helper.set_model_props(proto, _properties(model, classes))
+    onnx.helper.set_model_props(proto, graph.properties)
     with atomic_replace(path) as temporary:
         onnx.save(proto, temporary)
 
 
-def write_program(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], classes: list[Any]) -> None:
-    """Write an adapted task as a ``torch.export`` program, with the labels as its extra file "classes".
+def write_program(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], *, pixels: bool) -> None:
+    """Write an adapted task as a ``torch.export`` program, with the properties of :func:`write_onnx` as extra files.
 
     ValueError as :func:`write_onnx`.
     """
-    graph, example, shapes = _graph_and_example(model, task)
+    graph = _graph_of(model, task, pixels)
     try:
-        program = torch.export.export(graph, example, dynamic_shapes=shapes)
+        program = torch.export.export(graph.module, (graph.example,), dynamic_shapes=(graph.shape,))
     except RuntimeError as error:  # torch's own are subclasses
         raise ValueError(f"torch.export cannot make a program of this backbone: {error}") from error
     with atomic_replace(path) as temporary:
-        torch.export.save(program, temporary, extra_files=_properties(model, classes))
+        torch.export.save(program, temporary, extra_files=graph.properties)
 
 
-def _graph_and_example(model: SimpleCNAPS, task: AdaptedTask) -> tuple[nn.Module, tuple[Tensor], tuple[Any]]:
-    """The graph as a module, an example of its input, and which sizes of the input may vary."""
-    example = torch.zeros(2, 3, model.image_size, model.image_size)
-    return _Graph(model, task).cpu().eval(), (example,), ({0: torch.export.Dim("n")},)
+class _Graph(NamedTuple):
+    """What the exporters need."""
+
+    module: nn.Module
+    example: Tensor
+    shape: dict[int, Any]  # which sizes of the input may vary
+    input_name: str
+    output_names: list[str]
+    properties: dict[str, str]
 
 
-def _properties(model: SimpleCNAPS, classes: list[Any]) -> dict[str, str]:
-    """Properties of the file, by name."""
-    size = model.image_size
-    return {
-        "classes": json.dumps(classes),
-        "input": f"images (n, 3, {size}, {size}), RGB, float32: value / 127.5 - 1",
-        "output": "logits (n, k), a column for each entry of 'classes'; their softmax gives probabilities",
+def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool) -> _Graph:
+    size, fitted = model.image_size, task.fitted_head
+    properties = {"classes": json.dumps(fitted.classes.tolist())}
+    if not pixels:
+        properties |= {
+            "input": f"images (n, 3, {size}, {size}), RGB, float32: value / 127.5 - 1",
+            "output": "logits (n, k), a column for each entry of 'classes'; their softmax gives probabilities",
+        }
+        example = torch.zeros(2, 3, size, size)
+        shape = {0: torch.export.Dim("n")}
+        return _Graph(_Logits(model, task).cpu().eval(), example, shape, "images", ["logits"], properties)
+    properties |= {
+        "input": "pixels (h, w, 3) or (h, w, 4), RGB or RGBA, uint8, of any size, upright: the orientation that a file "
+        "states (EXIF) is applied before",
+        "output": "probabilities (k,) of 'classes'; label, the index into 'labels'; outlier_score, above 'threshold' "
+        "for a picture of no class",
+        "labels": json.dumps(fitted.output_labels.tolist()),
+        "threshold": json.dumps(None if fitted.outliers is None else fitted.outliers.threshold),
+        "image_size": json.dumps(size),
+        "version": version("fewshot-mahalanobis"),
     }
+    example = torch.zeros(2 * size + 1, 2 * size + 3, 4, dtype=torch.uint8)
+    sides = {0: torch.export.Dim("h", min=2), 1: torch.export.Dim("w", min=2), 2: torch.export.Dim("c", min=3, max=4)}
+    outputs = ["probabilities", "label", "outlier_score"]
+    return _Graph(_Answers(model, task).cpu().eval(), example, sides, "pixels", outputs, properties)
 
 
-class _Graph(nn.Module):
-    """Folded network, projection, head."""
+class _Logits(nn.Module):
+    """Images (n, 3, s, s) -> logits (n, k): folded network, projection, head."""
 
     def __init__(self, model: SimpleCNAPS, task: AdaptedTask) -> None:
         super().__init__()
@@ -86,5 +115,36 @@ class _Graph(nn.Module):
         with torch.no_grad():
             self.head = task.fitted_head.settled.export(task.fitted_head.state)
 
+    def features(self, images: Tensor) -> Tensor:
+        features: Tensor = self.projection(self.extractor(images))
+        return features
+
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.projection(self.extractor(images)))
+        return self.head(self.features(images))
+
+
+class _Answers(nn.Module):
+    """Pixels (h, w, 3 or 4) -> probabilities (k,), index of the label, outlier score."""
+
+    def __init__(self, model: SimpleCNAPS, task: AdaptedTask) -> None:
+        super().__init__()
+        fitted = task.fitted_head
+        self.square = Square(model.image_size)
+        self.classifier = _Logits(model, task)
+        self.unadapted = None
+        if task.unadapted is not None and fitted.outliers is not None:
+            self.unadapted = model.feature_extractor.for_inference(None)
+        self.temperature = fitted.temperature
+        self.outliers = None if fitted.outliers is None else fitted.outliers.export()
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        images = self.square(pixels)
+        features = self.classifier.features(images)
+        logits = self.classifier.head(features)
+        probabilities, label = torch.softmax(logits / self.temperature, dim=1)[0], logits.argmax(dim=1)
+        if self.outliers is None:
+            return probabilities, label[0], -logits.amax(dim=1)[0]
+        pretrained = None if self.unadapted is None else self.classifier.projection(self.unadapted(images))
+        score = self.outliers(logits, Features(features, pretrained))
+        label = torch.where(score > self.outliers.threshold, logits.shape[1], label)
+        return probabilities, label[0], score[0]

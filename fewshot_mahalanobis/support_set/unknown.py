@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.checks import class_means
@@ -58,6 +58,10 @@ class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
         means, centre = state
         return F.normalize(query_features.double() - centre, dim=1) @ F.normalize(means, dim=1).T
 
+    def export(self, state: tuple[Tensor, Tensor]) -> nn.Module:
+        """Return the cosines as a module, in float32."""
+        return _ExportedCentredCosine(*state)
+
     def leave_one_out_logits(
         self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
     ) -> Tensor:
@@ -83,6 +87,19 @@ class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
         product = x @ means.T + g * (x * w).sum(dim=1, keepdim=True)
         scale = length.clamp(min=0).sqrt().clamp(min=1e-12) * x.norm(dim=1, keepdim=True).clamp(min=1e-12)
         return (product / scale).masked_fill(gone & own, -torch.inf)
+
+
+class _ExportedCentredCosine(nn.Module):
+    directions: Tensor
+    centre: Tensor
+
+    def __init__(self, means: Tensor, centre: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("directions", F.normalize(means, dim=1).float())
+        self.register_buffer("centre", centre.float())
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.normalize(features - self.centre, dim=1) @ self.directions.T
 
 
 class Similarity(NamedTuple):
@@ -148,6 +165,10 @@ class OutlierScore:
         ]
         return standardised_sum([logits, *terms], self.units)
 
+    def export(self) -> nn.Module:
+        """Return the score as a module, logits (m, k) and features -> (m,), in float32, for ONNX and torch.export."""
+        return _ExportedScore(self.threshold, self.units, self._states)
+
     @staticmethod
     def of_head(logits: Tensor) -> Tensor:
         """Score (m,) by one term alone: minus the largest logit, a_j(x), float64."""
@@ -184,6 +205,24 @@ class OutlierScore:
         # (1 - 1 / n) s_j^2 on average, those of queries (1 + 1 / n) s_j^2.
         scores = standardised_sum(left_out, units) * math.sqrt((n + 1) / (n - 1))
         return cls(rejection_threshold(scores, false_rejection_rate, groups), units, support, labels)
+
+
+class _ExportedScore(nn.Module):
+    """:class:`OutlierScore` without checks, in float32."""
+
+    def __init__(self, threshold: float, units: Units | None, states: Sequence[Any]) -> None:
+        super().__init__()
+        self.threshold, self.units = threshold, units
+        with torch.no_grad():
+            self.heads = nn.ModuleList(term.head.export(state) for term, state in zip(SIMILARITIES, states))
+
+    def forward(self, logits: Tensor, features: Features) -> Tensor:
+        if self.units is None:
+            return -logits.amax(dim=1)
+        terms = [logits, *(head(term.of(features)) for head, term in zip(self.heads, SIMILARITIES, strict=True))]
+        return torch.stack([(-logit.amax(dim=1) - m) / s for logit, (m, s) in zip(terms, self.units, strict=True)]).sum(
+            0
+        )
 
 
 def standardised_sum(logits: Sequence[Tensor], units: Units) -> Tensor:
