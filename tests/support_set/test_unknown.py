@@ -260,7 +260,10 @@ def test_centred_cosines_without_refits_are_those_of_n_refits() -> None:
 
 def test_copies_of_one_picture_for_each_class_leave_a_finite_score() -> None:
     images = np.repeat(pictures(2, 1), 2, axis=0)
-    classifier = rejecting_images(temperature=1.0).fit(images, ["a", "a", "b", "b"])
+    with pytest.raises(ValueError, match="that are not copies"):  # what would be left out stays
+        rejecting_images(temperature=1.0).fit(images, ["a", "a", "b", "b"])
+    with pytest.warns(UserWarning, match="copies"):
+        classifier = rejecting_images(temperature=1.0).fit([*images, *pictures(2, 3)], [*"aabbcc"])
     assert np.isfinite(classifier.outlier_score(pictures(3, 2))).all()
     assert classifier.predict(images[::2]).tolist() == ["a", "b"]
 
