@@ -123,6 +123,30 @@ class _Left:
     removed: Tensor  # (n,)
 
 
+def squared_distance_to_others(features: Tensor, groups: Tensor | None = None) -> Tensor:
+    """Squared distance (n,) of each example to the affine span of the others, of other groups.
+
+    For affinely independent points it is 1 / (K^+)_ii, with K the Gram matrix of the centred points: the height of a
+    simplex is one over the length of the gradient of its barycentric coordinate. A point of the others' span is at 0.
+    Of each group one example stands for all.
+    """
+    x = features.detach().to(working_dtype(features))
+    index = torch.arange(len(x), device=x.device)
+    if groups is not None:
+        names, index = groups.unique(return_inverse=True)
+        first = torch.full((len(names),), len(x), device=x.device).scatter_reduce(
+            0, index, torch.arange(len(x), device=x.device), "amin"
+        )
+        x = x[first]
+    x = x - x.mean(dim=0)
+    gram = x @ x.T
+    inverse = torch.linalg.pinv(gram, rtol=1e-9, hermitian=True)
+    # e_i is in the range of K and 1 if point i is independent of the others: its leverage is then 1 - 1 / n.
+    independent = ((gram @ inverse).diagonal() - (1 - 1 / len(x))).abs() < 1e-6
+    heights = torch.where(independent, 1 / inverse.diagonal(), 0.0)
+    return heights[index]
+
+
 def _shared_without_one(x: Tensor, labels: Tensor, counts: Tensor, settings: CovarianceSettings) -> _Left:
     n, k = len(x), len(counts)
     if settings.shared == "task":

@@ -36,17 +36,14 @@ class Head(nn.Module, Generic[State]):
         Name in our tables; by default ``name``, or the name of the class.
     paper_title : str
         Name in the paper's tables: the method that uses it. Empty if the paper has none.
-    is_squared_distance : bool
-        Whether logits are minus squared distances to class means, up to a factor.
-    has_fixed_metric : bool
-        Whether these distances are in a metric that does not depend on the support set.
+    distance_power : int
+        p, where logits are minus the p-th power of distances to class means, up to a factor; 0 for other logits.
     """
 
     name: ClassVar[str] = ""
     title: ClassVar[str] = ""
     paper_title: ClassVar[str] = ""
-    is_squared_distance: ClassVar[bool] = False
-    has_fixed_metric: ClassVar[bool] = False
+    distance_power: ClassVar[int] = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -75,6 +72,12 @@ class Head(nn.Module, Generic[State]):
         Choices by leave-one-out leave out whole ``groups`` (n,). Most heads choose nothing and return themselves.
         """
         return self
+
+    def common_distance(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
+    ) -> Tensor | float:
+        """Part (n,) of minus the left-out logits that is the same for every class; 0 unless a head knows better."""
+        return 0.0
 
     def transductive_logits(
         self,

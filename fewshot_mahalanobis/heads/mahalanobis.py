@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.gaussians.checks import working_dtype
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
-from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance, squared_distance_to_others
 from fewshot_mahalanobis.heads.head import Head
 from fewshot_mahalanobis.heads.transduction import refined_by_queries, weighted_refinement
 
@@ -44,7 +44,7 @@ class MahalanobisHead(Head[ClassGaussians]):
     name = "mahalanobis"
     title = "Mahalanobis"
     paper_title = "Simple CNAPS"
-    is_squared_distance = True
+    distance_power = 2
 
     def __init__(self, covariance: RegularizedCovariance | None = None, scale: float = 1.0) -> None:
         super().__init__()
@@ -79,6 +79,11 @@ class MahalanobisHead(Head[ClassGaussians]):
         settled = copy.deepcopy(self)
         settled.covariance = covariance
         return settled
+
+    def common_distance(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None) -> Tensor:
+        """Part (n,) of minus the left-out logits from outside the span of the other examples, where Q_k is beta I."""
+        settings = self.covariance.with_chosen_settings(support_features, support_labels, groups).settings
+        return self.scale / settings.ridge * squared_distance_to_others(support_features, groups)
 
     def transductive_logits(
         self,

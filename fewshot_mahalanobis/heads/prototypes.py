@@ -60,8 +60,7 @@ class EuclideanHead(PrototypeHead):
     name = "euclidean"
     title = "Euclidean"
     paper_title = "squared Euclidean"
-    is_squared_distance = True
-    has_fixed_metric = True
+    distance_power = 2
 
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Minus the squared Euclidean distances."""
@@ -78,6 +77,7 @@ class ManhattanHead(PrototypeHead):
     name = "manhattan"
     title = "Manhattan"
     paper_title = "absolute distance"
+    distance_power = 1
 
     def compare(self, queries: Tensor, means: Tensor) -> Tensor:
         """Minus the sums of absolute differences."""

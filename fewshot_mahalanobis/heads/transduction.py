@@ -186,7 +186,7 @@ class TransductiveHead(Head[tuple[Tensor, Tensor]]):
     name = "transductive"
     title = "transductive"
     paper_title = "Transductive CNAPS"
-    is_squared_distance = True
+    distance_power = 2
 
     def __init__(self, settings: CovarianceSettings, scale: float) -> None:
         super().__init__()

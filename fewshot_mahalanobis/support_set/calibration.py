@@ -78,17 +78,19 @@ def calibrate(
         terms += [(term.head, term.of(support)) for term in SIMILARITIES]
     paired = paired.cpu()
     left_out = [_left_out(term, features, labels, groups)[paired] for term, features in terms]
+    support_labels, support_groups = labels, groups
     labels, groups = labels.cpu(), None if groups is None else groups.cpu()
     shrink = _shrink(labels, groups)[paired]
     own, of_groups = labels[paired], None if groups is None else groups[paired]
     if isinstance(temperature, str):
-        # Where the metric is estimated too, most of a left-out example's distance is common to all classes: what the
-        # support set does not span. No share of that may be taken off its own class alone.
-        logits = _as_far_as_queries(left_out[0], own, shrink) if head.has_fixed_metric else left_out[0]
+        # What is common to all classes says nothing about the own one: no share of that may be taken off it alone.
+        common = torch.as_tensor(head.common_distance(support.adapted, support_labels, support_groups)).cpu().double()
+        common = common.expand(len(labels))[paired]
+        logits = _as_far_as_queries(left_out[0], own, shrink ** (head.distance_power / 2), common)
         temperature = fit_temperature(logits, own, None if of_groups is None else group_weights(of_groups))
     if not reject:
         return float(temperature), None
-    if head.is_squared_distance:
+    if head.distance_power == 2:
         left_out[0] = _as_far_as_queries(left_out[0], own, shrink)
     return float(temperature), OutlierScore.fit(left_out, support, labels, false_rejection_rate, of_groups)
 
@@ -99,10 +101,11 @@ def _left_out(head: Head[Any], features: Tensor, labels: Tensor, groups: Tensor 
         return head.leave_one_out_logits(features, labels, groups).cpu().double()
 
 
-def _as_far_as_queries(logits: Tensor, labels: Tensor, shrink: Tensor) -> Tensor:
-    """Logits (n, k) of left-out examples with squared distances to their own class times ``shrink`` (n,)."""
+def _as_far_as_queries(logits: Tensor, labels: Tensor, shrink: Tensor, common: Tensor | float = 0.0) -> Tensor:
+    """Logits (n, k) of left-out examples: of their own distance, what is beyond ``common`` (n,) is times ``shrink``."""
     own = labels[:, None]
-    return logits.scatter(1, own, shrink[:, None] * logits.gather(1, own))
+    common = torch.as_tensor(common, dtype=logits.dtype).expand(len(logits))[:, None]
+    return logits.scatter(1, own, shrink[:, None] * (logits.gather(1, own) + common) - common)
 
 
 def _shrink(labels: Tensor, groups: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
+from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance, squared_distance_to_others
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from tests import reference
 from tests.drawn_tasks import make_task
@@ -86,3 +86,24 @@ def test_an_example_whose_removal_is_lost_to_rounding_is_refused() -> None:
     features[0] *= 1e8
     with pytest.raises(ValueError, match="lost to rounding"):
         leave_one_out_distance(CovarianceSettings(), features, labels)
+
+
+def naive_squared_distance(x: Tensor, others: Tensor) -> float:
+    """To the affine span of the rows of ``others``, by least squares."""
+    directions, centred = (others - others[0]).T, x - others[0]
+    weights = torch.linalg.lstsq(directions, centred, driver="gelsd").solution
+    return float((centred - directions @ weights).square().sum())
+
+
+@pytest.mark.parametrize(("n", "d"), [(2, 5), (6, 9), (6, 5), (9, 3)])
+def test_distance_to_the_span_of_the_others(n: int, d: int) -> None:
+    x = torch.randn(n, d, dtype=torch.float64, generator=torch.Generator().manual_seed(n + d)) + 7
+    expected = [naive_squared_distance(x[i], x[torch.arange(n) != i]) for i in range(n)]
+    torch.testing.assert_close(
+        squared_distance_to_others(x), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
+    groups = torch.arange(n).repeat(2)  # each example twice: a copy is no other
+    found = squared_distance_to_others(torch.cat([x, x]), groups)
+    torch.testing.assert_close(found, torch.tensor(expected * 2, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    if n > 2:
+        assert squared_distance_to_others(torch.cat([x, x[:1]]))[[0, n]].abs().max() < 1e-9

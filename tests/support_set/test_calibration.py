@@ -180,3 +180,22 @@ def test_the_classifier_of_features_chooses_beta_when_asked_to() -> None:
 def test_another_beta_is_refused(beta: object) -> None:
     with pytest.raises(ValueError, match="beta must be positive and finite, or"):
         RegularizedCovariance(beta=beta)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("head", ["euclidean", "manhattan", "mahalanobis"])
+def test_probabilities_of_two_examples_a_class_are_as_honest_as_with_many(head: str) -> None:
+    """In 200 dimensions most of a distance is common to all classes; a left-out example lies farther from its own."""
+    generator = torch.Generator().manual_seed(0)
+    confidence, right = [], []
+    for _ in range(40):
+        means = 0.6 * torch.randn(5, 200, generator=generator)
+        labels = torch.arange(5).repeat_interleave(2)
+        support = means[labels] + torch.randn(10, 200, generator=generator)
+        truth = torch.arange(5).repeat(10)
+        queries = means[truth] + torch.randn(50, 200, generator=generator)
+        beta = {"beta": 0.3} if head == "mahalanobis" else {}
+        classifier = MahalanobisClassifier(head=head, temperature="auto", **beta).fit(support.numpy(), labels.numpy())
+        probabilities = classifier.predict_proba(queries.numpy())
+        confidence.append(probabilities.max(axis=1).mean())
+        right.append((probabilities.argmax(axis=1) == truth.numpy()).mean())
+    assert abs(np.mean(confidence) - np.mean(right)) < 0.1
