@@ -1,4 +1,4 @@
-"""What copies in the support set do to rejection and accuracy: benchmarks/results/copies.md.
+"""What copies in the support set do to rejection and accuracy.
 
     python -m benchmarks.copies DATA_DIR
 

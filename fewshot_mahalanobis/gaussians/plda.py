@@ -123,22 +123,25 @@ class Plda:
     settings : PldaSettings
     means : Tensor of shape (k, d)
         Class means of the features as they are.
+    counts : Tensor of shape (k,)
+        n_k; with copies, what they are worth (:func:`~fewshot_mahalanobis.gaussians.groups.effective_counts`).
     shrink, ratio : Tensor of shape (k,)
         s_k and r_k.
     to_centre : Tensor of shape (k,)
         Squared distances of the m_k to c.
     """
 
-    def __init__(self, features: Tensor, labels: Tensor, settings: PldaSettings) -> None:
+    def __init__(self, features: Tensor, labels: Tensor, settings: PldaSettings, groups: Tensor | None = None) -> None:
         self.settings = settings
         x = to_power(features.to(working_dtype(features)), settings.power)
         self.gaussians: ClassGaussians = settings.covariance(x, labels)
         self.means = self.gaussians.means if settings.power == 1.0 else class_means(features, labels)
         self.dtype = result_dtype(features)
         self.to_centre = self.gaussians.squared_distance(self.gaussians.means.mean(dim=0, keepdim=True))[0]  # (k,)
-        counts = self.gaussians.counts.to(self.to_centre.dtype)
-        self.ratio = 1 + 1 / (counts + 1 / settings.spread)  # r_k
-        self.shrink = counts * settings.spread / (counts * settings.spread + 1)  # s_k
+        counts = self.gaussians.counts if groups is None else effective_counts(labels, groups)[0]
+        self.counts = counts.to(self.to_centre.dtype)
+        self.ratio = 1 + 1 / (self.counts + 1 / settings.spread)  # r_k
+        self.shrink = self.counts * settings.spread / (self.counts * settings.spread + 1)  # s_k
 
     def logits(self, queries: Tensor) -> Tensor:
         """Logits (m, k) of queries (m, d)."""
@@ -215,7 +218,8 @@ def choose_plda_settings(features: Tensor, labels: Tensor, groups: Tensor | None
     exponents = _on_cpu(_GRID)
     posterior = _posterior(_on_cpu(fits) * left_out.examples, (exponents - _CENTRE) / _SPREAD)
     settings = replace(centre, beta=unit * 10 ** float(posterior @ exponents))
-    if int(counts.min()) == int(counts.max()):
+    worth = counts if groups is None else effective_counts(labels, groups)[0]
+    if float(worth.min()) == float(worth.max()):
         return left_out.fitted(settings)[0]
     losses = [left_out.class_loss(settings, share) for share in _SHARES]
     shares = _on_cpu(_SHARES)
@@ -299,6 +303,8 @@ class LeftOut:
         kept = eigenvalues > 1e-12 * eigenvalues[-1]
         self.eigenvalues, vectors = eigenvalues[kept], vectors[:, kept]  # of the scatter within classes
         self.labels, self.counts, self.groups = labels, counts, groups
+        if groups is not None:
+            self.squares = counts.square() / effective_counts(labels, groups)[0]  # sum of g^2 over the groups, (k,)
         if thin:  # the basis is v^T vectors / roots, which is never formed
             roots = self.eigenvalues.sqrt()
             self.v, self.means = vectors * roots, centred @ v.T @ vectors / roots
@@ -454,7 +460,9 @@ class _LeftGroups:
     def __init__(self, parts: LeftOut, beta: float, rows: Tensor, freedom: int) -> None:
         self.parts, self.rows, self.labels = parts, rows, parts.labels[rows]
         self.of_class = F.one_hot(self.labels, len(parts.counts)).to(parts.v)  # (G, g, k)
-        self.stay = parts.counts - self.of_class.sum(dim=1)  # n_j - g_j (G, k)
+        lost = self.of_class.sum(dim=1)  # g_j (G, k)
+        self.stay = parts.counts - lost  # n_j - g_j
+        self.worth = self.stay.square() / (parts.squares - lost.square()).clamp(min=1)  # in examples
         v = parts.v[rows]
         weighted = v * parts.weights(beta, freedom)
         self.means, self.v_means = parts.products(beta, freedom), weighted @ parts.means.T  # (k, k), (G, g, k)
@@ -496,7 +504,7 @@ class _LeftGroups:
         x_x = x_x + along_x.square().sum(dim=1)[..., None]
         x_m = x_m + along_x.mT @ along_m
         m_m = m_m + along_m.square().sum(dim=1)[:, None]
-        found = _logits(settings, self.stay[:, None], x_x, x_m, m_m)
+        found = _logits(settings, self.worth[:, None], x_x, x_m, m_m)
         return found.masked_fill(stays[:, None] == 0, -torch.inf)
 
     def _along(self, products: Tensor) -> Tensor:

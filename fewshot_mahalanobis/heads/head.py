@@ -54,6 +54,13 @@ class Head(nn.Module, Generic[State]):
         """Fit to support features (n, d) and labels (n,); the state serves any number of queries."""
         raise NotImplementedError
 
+    def fit_groups(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None) -> State:
+        """Fit to a support set in which examples of one group, numbers (n,), are copies of each other.
+
+        Most heads do not care. One that counts examples counts what the copies are worth.
+        """
+        return self.fit(support_features, support_labels)
+
     def logits(self, state: State, query_features: Tensor) -> Tensor:
         """Logits (m, k) of query features (m, d)."""
         raise NotImplementedError
@@ -144,15 +151,16 @@ class Head(nn.Module, Generic[State]):
             Minus infinity where a class has no example outside the group.
         """
         counts = check_support(support_features, support_labels)
-        groups = torch.arange(len(support_labels), device=support_labels.device) if groups is None else groups
+        numbers = torch.arange(len(support_labels), device=support_labels.device) if groups is None else groups
         order, rows = [], []
-        for group in groups.unique().tolist():
-            left_out, rest = (groups == group).nonzero()[:, 0], groups != group
+        for group in numbers.unique().tolist():
+            left_out, rest = (numbers == group).nonzero()[:, 0], numbers != group
             present, labels = support_labels[rest].unique(return_inverse=True)
             if len(present) == 0:
                 row = support_features.new_full((len(left_out), 0), -torch.inf, dtype=result_dtype(support_features))
             else:
-                row = self(support_features[rest], labels, support_features[left_out])
+                state = self.fit_groups(support_features[rest], labels, None if groups is None else groups[rest])
+                row = self.logits(state, support_features[left_out])
             if len(present) < len(counts):
                 row = row.new_full((len(left_out), len(counts)), -torch.inf).index_copy(1, present, row)
             order.append(left_out)

@@ -58,6 +58,10 @@ class MahalanobisHead(Head[ClassGaussians]):
         gaussians: ClassGaussians = self.covariance(support_features, support_labels)
         return gaussians
 
+    def fit_groups(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None) -> ClassGaussians:
+        """Fit; a beta of "auto" is chosen without whole groups, numbers (n,)."""
+        return self.settled(support_features, support_labels, groups).fit(support_features, support_labels)
+
     def logits(self, state: ClassGaussians, query_features: Tensor) -> Tensor:
         """Minus s times the squared Mahalanobis distance of queries (m, d) to each class: (m, k)."""
         return -self.scale * state.squared_distance(query_features)

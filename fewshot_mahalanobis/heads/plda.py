@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.gaussians.checks import check_features, check_support, full_precision, working_dtype
+from fewshot_mahalanobis.gaussians.groups import joined_groups
 from fewshot_mahalanobis.gaussians.plda import (
     Plda,
     PldaSettings,
@@ -56,9 +57,14 @@ class AutoHead(Head[Plda]):
 
     def fit(self, support_features: Tensor, support_labels: Tensor) -> Plda:
         """Choose the settings and fit to support features (n, d), labels (n,)."""
+        return self.fit_groups(support_features, support_labels, None)
+
+    def fit_groups(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None) -> Plda:
+        """Choose the settings and fit, with n_k of what the copies of one group, numbers (n,), are worth."""
         check_support(support_features, support_labels)
         with full_precision(support_features):
-            return Plda(support_features, support_labels, self._settings(support_features, support_labels))
+            settings = self._settings(support_features, support_labels, groups)
+            return Plda(support_features, support_labels, settings, joined_groups(groups))
 
     def logits(self, state: Plda, query_features: Tensor) -> Tensor:
         """Logits (m, k) of queries (m, d)."""
@@ -117,8 +123,8 @@ def _moved_means(
     state: Plda, x: Tensor, one_hot: Tensor, queries: Tensor, weights: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
     """Return the refinement of :func:`refined_by_queries`: weighted means m_k and counts n_k under the same P."""
-    settings, counts = state.settings, one_hot.sum(dim=0)
-    of_support = one_hot.T @ x / counts[:, None]
+    settings, counts = state.settings, state.counts.to(x.dtype)
+    of_support = one_hot.T @ x / one_hot.sum(dim=0)[:, None]
     within = settings.shared == "within"
     centred = x - (of_support[one_hot.argmax(dim=1)] if within else x.mean(dim=0))
     scatter = centred.T @ centred / max(len(x) - (len(counts) if within else 1), 1)

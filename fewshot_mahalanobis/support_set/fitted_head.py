@@ -144,7 +144,7 @@ class FittedHead:
         self.__dict__.update(attributes)
         output_labels(self.classes, self.unknown_label)  # checked before it is used
         with torch.no_grad():
-            self.state = self.settled.fit(self.support.adapted, self.labels)
+            self.state = self.settled.fit_groups(self.support.adapted, self.labels, self.groups)
         return self
 
     # ---------------------------------------------------------------- queries

@@ -40,8 +40,8 @@ def support_influence(fitted: FittedHead, query_features: Tensor) -> Tensor:
         if len(labels[rest].unique()) < len(fitted.classes):
             continue
         kept = features[rest], labels[rest]
-        head = fitted.head if fitted.groups is None else fitted.head.settled(*kept, groups[rest])
-        logits = head(*kept, query_features.to(features.device))
+        state = fitted.head.fit_groups(*kept, None if fitted.groups is None else groups[rest])
+        logits = fitted.head.logits(state, query_features.to(features.device))
         of_group = (log_p - logits.double().log_softmax(1)).gather(1, predicted)
         influence[:, ~rest] = of_group.expand(-1, int((~rest).sum()))
     return influence

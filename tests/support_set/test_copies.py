@@ -82,6 +82,17 @@ def test_without_copies_nothing_is_found_and_everything_is_as_before(
     assert fits[0].groups is fits[1].groups is None
 
 
+def test_a_class_of_copies_is_worth_what_its_pictures_are(
+    task: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    x, y, _, _ = task
+    groups = torch.cat([torch.arange(25), torch.arange(25)[y == 0].repeat(3)])
+    x, y = copied(x, y, "one class four times")
+    state = AutoHead().fit_groups(x, y, groups)
+    assert state.counts.tolist() == [5.0] * 5
+    assert state.shrink.unique().numel() == state.ratio.unique().numel() == 1
+
+
 def test_near_copies_are_those_of_one_class_and_closer_than_is_usual_there() -> None:
     features, labels, _ = make_task(0, [6, 6], 40, dtype=torch.float64)
     first, other = (labels == 0).nonzero()[:2, 0].tolist()
@@ -201,11 +212,10 @@ def test_a_group_may_have_examples_of_two_classes() -> None:
     classifier.fit(X, [0, 0, 0, 0, 1, 1, 1, 1], groups=["a", "a", "b", "c", "b", "d", "e", "f"])
     head = classifier.fitted_head_
     assert classifier.summary().copies == 2
-    expected = head.settled(head.support.adapted[[2, 3, 5, 6, 7][1:]], torch.tensor([0, 1, 1, 1]), torch.tensor(X[:1]))
-    assert expected.shape == (1, 2)
     logits = head.settled.leave_one_out_logits(head.support.adapted, head.labels, head.groups)
     rest = torch.tensor([0, 1, 3, 5, 6, 7])
-    of_b = head.settled(head.support.adapted[rest], head.labels[rest], head.support.adapted[[2, 4]])
+    state = head.settled.fit_groups(head.support.adapted[rest], head.labels[rest], head.groups[rest])
+    of_b = head.settled.logits(state, head.support.adapted[[2, 4]])
     torch.testing.assert_close(logits[[2, 4]], of_b, rtol=1e-8, atol=1e-8)
 
 
@@ -258,5 +268,6 @@ def test_summary_leaves_whole_groups_out() -> None:
     right = 0
     for i in range(10):
         rest = groups != groups[i]
-        right += int(fitted.settled(features[rest], labels[rest], features[i : i + 1]).argmax()) == int(labels[i])
+        state = fitted.settled.fit_groups(features[rest], labels[rest], groups[rest])
+        right += int(fitted.settled.logits(state, features[i : i + 1]).argmax()) == int(labels[i])
     assert (summarise(fitted).right, summarise(fitted).counted) == (right, 10)
