@@ -86,7 +86,8 @@ class Bench:
     @property
     def image_size(self) -> int:
         """Side of the square that images are resized to, in pixels."""
-        return self.start.image_size if isinstance(self.start, SimpleCNAPS) else self.start.model_.image_size
+        model = self.start.model_ if isinstance(self.start, SimpleCNAPSClassifier) else self.start
+        return model.image_size
 
     def counts(self) -> dict[str, int]:
         """Support images of each class, those of the classifier it started from included."""
