@@ -151,7 +151,7 @@ def _in_float64(task: Task) -> Task:
 def _at_unit_scale(task: Task) -> Task:
     """The task in float64, its largest entry 1."""
     task = _in_float64(task)
-    factor = 1 / max(_largest_entry(task), torch.finfo(torch.float64).tiny)
+    factor = 1 / max(largest_entry(task), torch.finfo(torch.float64).tiny)
     return Task(factor * task.support_features, task.support_labels, factor * task.query_features)
 
 
@@ -169,7 +169,7 @@ def _renamed_labels(task: Task) -> tuple[Task, Tensor]:
 
 def _moved(task: Task) -> Task:
     """The task moved by one vector, as long as its features."""
-    shift = _largest_entry(task) * torch.randn(
+    shift = largest_entry(task) * torch.randn(
         task.query_features.shape[1], dtype=torch.float64, generator=_fixed_generator()
     )
     return Task(task.support_features + shift, task.support_labels, task.query_features + shift)
@@ -182,7 +182,7 @@ def _rotated(task: Task) -> Task:
     return Task(task.support_features @ rotation, task.support_labels, task.query_features @ rotation)
 
 
-def _largest_entry(task: Task) -> float:
+def largest_entry(task: Task) -> float:
     """Largest entry of a feature, M."""
     return max(float(task.support_features.abs().max()), float(task.query_features.abs().max()))
 
@@ -316,7 +316,7 @@ def _covariance_means_and_counts_are_those_of_the_classes(covariance: Any, task:
     members = [task.support_features[task.support_labels == label] for label in range(len(counts))]
     means = torch.stack([member.mean(dim=0) for member in members])
     error = (gaussians.means - means).abs().max()
-    bound = 4 * (len(task.support_labels) * _roundoff(means.dtype) * _largest_entry(task) + _smallest(means.dtype))
+    bound = 4 * (len(task.support_labels) * _roundoff(means.dtype) * largest_entry(task) + _smallest(means.dtype))
     _assert(error <= bound, f"a mean is off by {error:.3g}, more than rounding explains ({bound:.3g})")
 
 
@@ -460,7 +460,7 @@ def _assert_same_task(covariance: Any, task: Task, other: Task, columns: Tensor 
     expected = gaussians.squared_distance(task.query_features)
     found = covariance(other.support_features, other.support_labels).squared_distance(other.query_features)
     _assert_same_lengths(
-        found[:, columns], expected, gaussians, task, largest=max(_largest_entry(task), _largest_entry(other))
+        found[:, columns], expected, gaussians, task, largest=max(largest_entry(task), largest_entry(other))
     )
 
 
@@ -495,7 +495,7 @@ def _length_rounding(
     q = gaussians.covariance()
     # The least eigenvalue is known to the last digits of the trace: below that the relative bound is above 1 and void.
     smallest = torch.maximum(torch.linalg.eigvalsh(q)[:, 0], _roundoff(q.dtype) * _trace(q))
-    reach = (_largest_entry(task) if largest is None else largest) * (d / smallest).sqrt()
+    reach = (largest_entry(task) if largest is None else largest) * (d / smallest).sqrt()
     operations = 4 * (n + d + 10)
     unit, underflow = operations * _roundoff(dtype), math.sqrt(operations / 2 * _smallest(dtype))
     return unit * (_trace(q) / smallest + reach), cancelled * unit * reach + underflow

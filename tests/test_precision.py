@@ -81,7 +81,7 @@ def test_older_versions_of_torch_are_asked_otherwise(monkeypatch: pytest.MonkeyP
 
 
 def test_bfloat16_is_not_native_where_the_environment_hides_its_instructions() -> None:
-    program = "import torch; from fewshot_mahalanobis import devices; "
+    program = "import torch; from fewshot_mahalanobis.networks import devices; "
     program += "print(devices.native_bfloat16(torch.device('cpu')), devices.native_dtype('auto', torch.device('cpu')))"
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)

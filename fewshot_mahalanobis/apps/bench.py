@@ -86,8 +86,9 @@ class Bench:
     @property
     def image_size(self) -> int:
         """Side of the square that images are resized to, in pixels."""
-        model = self.start.model_ if isinstance(self.start, SimpleCNAPSClassifier) else self.start
-        return model.image_size
+        if isinstance(self.start, SimpleCNAPSClassifier):
+            return self.start.model_.image_size
+        return self.start.image_size
 
     def counts(self) -> dict[str, int]:
         """Support images of each class, those of the classifier it started from included."""

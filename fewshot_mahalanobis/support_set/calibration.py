@@ -84,14 +84,14 @@ def calibrate(
     own, of_groups = labels[paired], None if groups is None else groups[paired]
     if isinstance(temperature, str):
         # What is common to all classes says nothing about the own one: no share of that may be taken off it alone.
-        common = torch.as_tensor(head.common_distance(support.adapted, support_labels, support_groups)).cpu().double()
-        common = common.expand(len(labels))[paired]
+        with torch.no_grad():
+            common = head.common_distance(support.adapted, support_labels, support_groups).cpu().double()[paired]
         logits = _as_far_as_queries(left_out[0], own, shrink ** (head.distance_power / 2), common)
         temperature = fit_temperature(logits, own, None if of_groups is None else group_weights(of_groups))
     if not reject:
         return float(temperature), None
     if head.distance_power == 2:
-        left_out[0] = _as_far_as_queries(left_out[0], own, shrink)
+        left_out[0] = _as_far_as_queries(left_out[0], own, shrink, torch.zeros_like(shrink))
     return float(temperature), OutlierScore.fit(left_out, support, labels, false_rejection_rate, of_groups)
 
 
@@ -101,10 +101,10 @@ def _left_out(head: Head[Any], features: Tensor, labels: Tensor, groups: Tensor 
         return head.leave_one_out_logits(features, labels, groups).cpu().double()
 
 
-def _as_far_as_queries(logits: Tensor, labels: Tensor, shrink: Tensor, common: Tensor | float = 0.0) -> Tensor:
+def _as_far_as_queries(logits: Tensor, labels: Tensor, shrink: Tensor, common: Tensor) -> Tensor:
     """Logits (n, k) of left-out examples: of their own distance, what is beyond ``common`` (n,) is times ``shrink``."""
     own = labels[:, None]
-    common = torch.as_tensor(common, dtype=logits.dtype).expand(len(logits))[:, None]
+    common = common[:, None]
     return logits.scatter(1, own, shrink[:, None] * (logits.gather(1, own) + common) - common)
 
 

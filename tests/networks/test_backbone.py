@@ -272,7 +272,7 @@ def test_a_module_without_its_preparation_of_images_is_refused_by_what_is_missin
         ({"mean": 0.5}, "mean must be three numbers"),
         ({"std": (0.2, 0.2, float("nan"))}, "std must be three numbers"),
         ({"std": (0.2, 0.2, 0.0)}, "std must be positive"),
-        ({"image_size": 4096}, "image_size must be from 1 to 1024"),
+        ({"image_size": 4096}, "image_size must be a whole number from 1 to 1024"),
         ({"image_size": 3}, r"cannot read images of shape \(2, 3, 3, 3\)"),
         ({"head": "linear"}, "linear head"),
         ({"head": "nearest"}, "head must be one of"),

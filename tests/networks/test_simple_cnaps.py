@@ -171,7 +171,7 @@ def test_bfloat16_features_are_close_to_float32(model):
     [
         ({"adaptation": "fim"}, "adaptation must be one of"),
         ({"head": "l3"}, "head must be one of"),
-        ({"image_size": 16}, "image_size must be from 32"),
+        ({"image_size": 16}, "image_size must be a whole number from 32"),
         ({"beta": 0.0}, "beta"),
         ({"one_shot_covariance": "one"}, "one_shot_covariance"),
     ],
