@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +88,7 @@ class Bench:
         """Side of the square that images are resized to, in pixels."""
         if isinstance(self.start, SimpleCNAPSClassifier):
             return self.start.model_.image_size
-        return self.start.image_size
+        return cast(SimpleCNAPS, self.start).image_size  # the type checker does not exclude what it cannot see through
 
     def counts(self) -> dict[str, int]:
         """Support images of each class, those of the classifier it started from included."""
