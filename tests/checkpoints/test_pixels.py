@@ -18,6 +18,7 @@ from fewshot_mahalanobis.images.decode import to_square_array
 from tests.tiny import SUPPORT_LABELS, adapting_model, drawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "export.md"
+needs_the_page = pytest.mark.skipif(not PAGE.exists(), reason="the page is in a checkout")
 
 
 def noise(width: int, height: int, mode: str) -> Image.Image:
@@ -89,6 +90,7 @@ def assert_same(answers: list[Any], classifier: SimpleCNAPSClassifier, files: li
     assert {"none", "red"} <= set(expected.labels.tolist())
 
 
+@needs_the_page
 def test_the_lines_of_the_page_answer_as_the_classifier(
     classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +103,7 @@ def test_the_lines_of_the_page_answer_as_the_classifier(
     assert_same([names["classify"](file) for file in files], classifier, files, names["properties"])
 
 
+@needs_the_page
 def test_a_program_answers_as_the_classifier(
     classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path
 ) -> None:
