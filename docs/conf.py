@@ -33,7 +33,7 @@ numpydoc_show_class_members = False
 toc_object_entries_show_parents = "hide"
 # What scikit-learn adds for its metadata routing is documented there.
 autodoc_default_options = {
-    "exclude-members": "set_partial_fit_request, set_score_request, set_predict_request, "
+    "exclude-members": "set_fit_request, set_partial_fit_request, set_score_request, set_predict_request, "
     "set_predict_proba_request, set_predict_log_proba_request"
 }
 
