@@ -15,7 +15,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fewshot_mahalanobis import load_checkpoint
-from fewshot_mahalanobis.images.decode import to_square_array
+from fewshot_mahalanobis.images.picture import to_square_array
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.evaluation import Accuracy, Variant, evaluate_source
 from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures

@@ -189,7 +189,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         ------
         ValueError
             An image or a label cannot be used (the message names it;
-            :class:`~fewshot_mahalanobis.images.decode.ImageError` for images), their numbers differ, there is only one
+            :class:`~fewshot_mahalanobis.images.errors.ImageError` for images), their numbers differ, there is only one
             class, or a constructor argument is unknown. A UserWarning says so if ``false_rejection_rate`` is smaller
             than so few support images allow.
         """

@@ -25,7 +25,8 @@ from sklearn.utils import get_tags
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, MahalanobisHead
-from fewshot_mahalanobis.images.decode import ImageBatches, ImageError
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from tests.tiny import COLOURS, QUERY_LABELS, SUPPORT_LABELS, adapting_model, drawn
 

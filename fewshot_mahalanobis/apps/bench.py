@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from fewshot_mahalanobis.apps.example import photographs
 from fewshot_mahalanobis.apps.review import most_useful
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.decode import ImageBatches, ImageError, to_square_array
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.picture import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 __all__ = ["UNKNOWN", "Answer", "Bench", "Neighbour"]

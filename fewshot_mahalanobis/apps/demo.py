@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 from fewshot_mahalanobis.apps.example import photographs
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.decode import to_square_array
+from fewshot_mahalanobis.images.picture import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches, ImageError
+from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Images in work at a time: few, as the classifier waits for the first of them.

@@ -29,18 +29,15 @@ from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.images.collection import check_items, checked_collection, describe, item_of, read_item
 from fewshot_mahalanobis.images.errors import ImageError
-from fewshot_mahalanobis.images.picture import PROFILE_IGNORED, Square, read_square_array, to_square_array
+from fewshot_mahalanobis.images.picture import PROFILE_IGNORED, Square
 from fewshot_mahalanobis.images.ranges import Span, checked_range, narrow_range
 
 __all__ = [
     "DecodedBatch",
     "ImageBatches",
-    "ImageError",
     "decode_batches",
     "decoding_threads",
-    "read_square_array",
     "to_network_range",
-    "to_square_array",
 ]
 
 Item = TypeVar("Item")

@@ -14,7 +14,7 @@ from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.checkpoints.pixels import Square
-from fewshot_mahalanobis.images.decode import to_square_array
+from fewshot_mahalanobis.images.picture import to_square_array
 from tests.tiny import SUPPORT_LABELS, adapting_model, drawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "export.md"

@@ -16,7 +16,9 @@ from PIL import Image
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, save_checkpoint
 from fewshot_mahalanobis.images import picture as images_module
-from fewshot_mahalanobis.images.decode import ImageBatches, ImageError, read_square_array
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.picture import read_square_array
 
 SIDE = 16
 #: Values that JSON allows and no field expects.

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.heads import Head
-from fewshot_mahalanobis.images.decode import ImageBatches, to_square_array
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.picture import to_square_array
 from fewshot_mahalanobis.plotting import support_influence
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.evaluation.accuracy import Variant, evaluate_source

@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
-from fewshot_mahalanobis.images.decode import ImageBatches, ImageError, decode_batches, to_square_array
+from fewshot_mahalanobis.images.decode import ImageBatches, decode_batches
+from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.picture import to_square_array
 
 SIZE = 16
 

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.decode import ImageBatches, ImageError
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
 from tests.tiny import tiny_classifier, tiny_model
 
 SIZE = 32

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from fewshot_mahalanobis.images import folders, formats
-from fewshot_mahalanobis.images.decode import read_square_array
 from fewshot_mahalanobis.images.folders import find_class_images, find_images, is_image_name, load_folder
+from fewshot_mahalanobis.images.picture import read_square_array
 from tests.tiny import pictures
 
 

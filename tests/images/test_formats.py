@@ -14,8 +14,10 @@ from PIL import Image, features
 from fewshot_mahalanobis import load_folder
 from fewshot_mahalanobis.images import formats
 from fewshot_mahalanobis.images import picture as images
-from fewshot_mahalanobis.images.decode import ImageBatches, ImageError, read_square_array
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.formats import image_suffixes, starts_as_image
+from fewshot_mahalanobis.images.picture import read_square_array
 
 needs_heif = pytest.mark.skipif(formats.heif_decoder() is None, reason="needs pillow-heif")
 needs_avif = pytest.mark.skipif(not features.check("avif"), reason="needs a Pillow with AVIF")

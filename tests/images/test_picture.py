@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
-from fewshot_mahalanobis.images.decode import ImageBatches, read_square_array, to_square_array
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.picture import read_square_array, to_square_array
 from tests.images.icc import ADOBE_RGB, DISPLAY_P3, LINEAR_GREY, SRGB, in_space
 
 SIZE = 32

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis.images.decode import ImageBatches, ImageError, read_square_array
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.picture import read_square_array
 from tests.images.depths import deep_files, png, tiff
 from tests.tiny import tiny_classifier
 

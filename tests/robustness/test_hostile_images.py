@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.cli import app
-from fewshot_mahalanobis.images.decode import ImageBatches, ImageError
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.research.data.sources import load_source
 from tests.tiny import tiny_classifier
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from fewshot_mahalanobis.images.decode import decode_batches, to_square_array
+from fewshot_mahalanobis.images.decode import decode_batches
 from fewshot_mahalanobis.images.formats import open_image
-from fewshot_mahalanobis.images.picture import MAX_PIXELS, check_header
+from fewshot_mahalanobis.images.picture import MAX_PIXELS, check_header, to_square_array
 
 #: Maximum size of a zip member in bytes: the largest accepted image, uncompressed (178,956,970 pixels x 3).
 _MAX_MEMBER_SIZE = 2**29
