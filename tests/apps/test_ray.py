@@ -91,12 +91,18 @@ def saved(classifier: SimpleCNAPSClassifier, tmp_path_factory: pytest.TempPathFa
     return file
 
 
+def parent(process: str) -> str:
+    """Process id of the parent, from /proc; the name before it is in parentheses and may hold anything."""
+    return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[1]
+
+
 def workers() -> set[int]:
-    """Process ids of the actors, which name themselves after their class."""
+    """Process ids of this cluster's actors, which name themselves after their class; tests beside this have theirs."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if b"ray::" in (line := (folder / "cmdline").read_bytes()) and b"_Worker" in line:
+            is_worker = b"ray::_Worker" in (folder / "cmdline").read_bytes()
+            if is_worker and parent(parent(folder.name)) == str(os.getpid()):
                 found.add(int(folder.name))
         except OSError:  # it ended meanwhile
             pass
