@@ -25,6 +25,7 @@ from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, rea
 from fewshot_mahalanobis.checkpoints.export import write_onnx, write_program
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+from fewshot_mahalanobis.checkpoints.web_page import write_web_page
 from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
@@ -490,6 +491,46 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         """
         check_is_fitted(self)
         write_program(self.model_, self.task_, path, pixels=pixels)
+
+    def export_page(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        title: str = "Picture classifier",
+        support: Any = None,
+        runtime: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write a web page that classifies in its visitor's browser: a folder of files for any web server.
+
+        Visitors drop pictures or use their camera, and see label, probabilities and, with ``support``, the support
+        images nearest to the picture. Nothing is sent anywhere. The page can be installed as an app, and works without
+        a network after the first visit.
+
+        Parameters
+        ----------
+        folder : path
+            Absent, empty, or with an earlier page, whose files are replaced.
+        title : str, default="Picture classifier"
+            Heading of the page and name of the app.
+        support : collection of images, optional
+            Images given to ``fit`` or ``partial_fit``, all or some of them, in any order. Every visitor can see them,
+            at 84 x 84 pixels and without their files' metadata. A fitted classifier itself keeps no images.
+        runtime : path, optional
+            Folder with the files of the npm package onnxruntime-web, which are copied, so that the page asks no other
+            server for anything. By default browsers load them from cdn.jsdelivr.net and check their digests.
+
+        Raises
+        ------
+        ValueError
+            As :meth:`export_onnx`; ``folder`` has other files; an image of ``support`` is none of the support set; or
+            ``runtime`` is of another version. FileNotFoundError if ``runtime`` lacks a file. The message names the
+            version to install.
+        ImportError
+            The packages of the extra ``onnx`` are absent.
+        """
+        check_is_fitted(self)
+        pictures = None if support is None else self._query_batches(support, "export_page")
+        write_web_page(folder, self.model_, self.task_, title=title, support=pictures, runtime=runtime)
 
     # One state for files and for pickles: the constructor arguments, the model, and what was fitted.
 

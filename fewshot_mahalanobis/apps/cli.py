@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import sys
 from collections import Counter
 from pathlib import Path
@@ -271,6 +272,51 @@ def sort(
     listed = f" ({', '.join(f'{name} {count}' for name, count in sorted(counts.items()))})" if counts else ""
     typer.echo(f"{output}: {number_of(len(sorted_files), 'image')} sorted{listed}")
     report_skipped(skipped, len(paths))
+
+
+@app.command()
+def page(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the page; made if absent.")],
+    title: Annotated[str, typer.Option(help="Heading of the page and name of the app.")] = "Picture classifier",
+    support: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder or table that `fit` learned from: the page then shows the pictures that are nearest to "
+            "the visitor's. Every visitor can see them."
+        ),
+    ] = None,
+    runtime: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the npm package onnxruntime-web 1.30.0, to be copied: the page then asks no other server "
+            "for anything. By default browsers load it from cdn.jsdelivr.net."
+        ),
+    ] = None,
+) -> None:
+    """Write a web page that classifies in its visitor's browser, for any web server.
+
+    Pictures stay on the visitor's device. The page can be installed as an app, and works without a network after the
+    first visit.
+
+    For example:
+
+        fewshot-mahalanobis page flowers.safetensors -o flowers/
+
+        fewshot-mahalanobis page flowers.safetensors -o flowers/ --support photos/ --title "Which flower is it?"
+    """
+    with clear_errors():
+        check_output(output, folder=True)
+        pictures = None if support is None else _labelled_files(support)[0]
+
+        from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+
+        classifier = SimpleCNAPSClassifier.load(model)
+        classifier.export_page(output, title=title, support=pictures, runtime=runtime)
+    size = sum(file.stat().st_size for file in output.iterdir()) / 1e6
+    typer.echo(f"{output}: a page of {size:.0f} MB, for any web server with https. To look at it here:")
+    typer.echo(f"    python3 -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(output))}")
+    typer.echo("and open http://127.0.0.1:8000")
 
 
 @app.command("app")

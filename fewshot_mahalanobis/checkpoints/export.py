@@ -22,18 +22,22 @@ from fewshot_mahalanobis.networks.task import AdaptedTask
 from fewshot_mahalanobis.support_set.features import Features
 
 
-def write_onnx(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], *, pixels: bool) -> None:
+def write_onnx(
+    model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], *, pixels: bool, distances: bool = False
+) -> None:
     """Write an adapted task as an ONNX file, replacing any file at ``path``, whole or not at all.
 
-    Labels and what else a user of the file needs are in its properties. ImportError if onnx or onnxscript is absent;
-    ValueError if the head or the backbone has no form as a graph, or the head's matrices are too large for a file.
+    Labels and what else a user of the file needs are in its properties. With ``distances`` a graph that reads pixels
+    has one more output: the distances (n,) of the picture to the support images, between adapted features. ImportError
+    if onnx or onnxscript is absent; ValueError if the head or the backbone has no form as a graph, or the head's
+    matrices are too large for a file.
     """
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch's exporter imports it)
     except ImportError as error:
         raise ImportError("the ONNX export needs more packages: pip install fewshot-mahalanobis[onnx]") from error
-    graph = _graph_of(model, task, pixels)
+    graph = _graph_of(model, task, pixels, distances)
     try:
         program = torch.onnx.export(
             graph.module,
@@ -78,7 +82,7 @@ class _Graph(NamedTuple):
     properties: dict[str, str]
 
 
-def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool) -> _Graph:
+def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool, distances: bool = False) -> _Graph:
     size, fitted = model.image_size, task.fitted_head
     properties = {"classes": json.dumps(fitted.classes.tolist())}
     if not pixels:
@@ -102,7 +106,8 @@ def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool) -> _Graph:
     example = torch.zeros(2 * size + 1, 2 * size + 3, 4, dtype=torch.uint8)
     sides = {0: torch.export.Dim("h", min=2), 1: torch.export.Dim("w", min=2), 2: torch.export.Dim("c", min=3, max=4)}
     outputs = ["probabilities", "label", "outlier_score"]
-    return _Graph(_Answers(model, task).cpu().eval(), example, sides, "pixels", outputs, properties)
+    answers = _Answers(model, task, distances).cpu().eval()
+    return _Graph(answers, example, sides, "pixels", outputs + ["distances"] * distances, properties)
 
 
 class _Logits(nn.Module):
@@ -124,9 +129,11 @@ class _Logits(nn.Module):
 
 
 class _Answers(nn.Module):
-    """Pixels (h, w, 3 or 4) -> probabilities (k,), index of the label, outlier score."""
+    """Pixels (h, w, 3 or 4) -> probabilities (k,), index of the label, outlier score, and distances (n,) if wanted."""
 
-    def __init__(self, model: SimpleCNAPS, task: AdaptedTask) -> None:
+    support: Tensor | None
+
+    def __init__(self, model: SimpleCNAPS, task: AdaptedTask, distances: bool) -> None:
         super().__init__()
         fitted = task.fitted_head
         self.square = Square(model.image_size)
@@ -136,15 +143,18 @@ class _Answers(nn.Module):
             self.unadapted = model.feature_extractor.for_inference(None)
         self.temperature = fitted.temperature
         self.outliers = None if fitted.outliers is None else fitted.outliers.export()
+        self.register_buffer("support", fitted.support.adapted.float() if distances else None)
 
-    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
         images = self.square(pixels)
         features = self.classifier.features(images)
         logits = self.classifier.head(features)
         probabilities, label = torch.softmax(logits / self.temperature, dim=1)[0], logits.argmax(dim=1)
         if self.outliers is None:
-            return probabilities, label[0], -logits.amax(dim=1)[0]
-        pretrained = None if self.unadapted is None else self.classifier.projection(self.unadapted(images))
-        score = self.outliers(logits, Features(features, pretrained))
-        label = torch.where(score > self.outliers.threshold, logits.shape[1], label)
-        return probabilities, label[0], score[0]
+            score = -logits.amax(dim=1)
+        else:
+            pretrained = None if self.unadapted is None else self.classifier.projection(self.unadapted(images))
+            score = self.outliers(logits, Features(features, pretrained))
+            label = torch.where(score > self.outliers.threshold, logits.shape[1], label)
+        distances = () if self.support is None else (torch.linalg.vector_norm(self.support - features, dim=1),)
+        return probabilities, label[0], score[0], *distances

@@ -1,0 +1,273 @@
+"""A fitted classifier as a page that classifies in its visitor's browser: a folder of files for any web server.
+
+The graph is the one of :mod:`~fewshot_mahalanobis.checkpoints.export` that reads pixels. ONNX Runtime Web runs it; its
+files come from a public server, or from the folder itself. They are used only if they have the digests below.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import io
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from fewshot_mahalanobis.checkpoints.export import write_onnx
+from fewshot_mahalanobis.images.decode import ImageBatches, to_network_range
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.task import AdaptedTask
+
+__all__ = ["RUNTIME", "RUNTIME_VERSION", "write_web_page"]
+
+#: The npm package onnxruntime-web, where a public server has its files, and the SHA-384 of those that a page needs.
+RUNTIME_VERSION = "1.30.0"
+RUNTIME_ADDRESS = f"https://cdn.jsdelivr.net/npm/onnxruntime-web@{RUNTIME_VERSION}/dist/"
+RUNTIME = {
+    "script": ("ort.wasm.bundle.min.mjs", "PLWz+nHEVHpjwBsO0YVdvQj6n5814Iv8E3b8FG0Rp/uIAtjFMCKOpP66iPzedrIG"),
+    "wasm": ("ort-wasm-simd-threaded.wasm", "vjBJ1z7qrhkTyYsNqKeF6c7N+nOJSU94czEo+tvZcu8G75JparGq9kB+kTnEUNVM"),
+}
+#: Their sizes in bytes, for what the page says while it loads.
+RUNTIME_BYTES = 73_054 + 14_239_897
+#: Side of a support picture on the page, in pixels.
+THUMBNAIL = 84
+#: Relative distance of features below which a picture is the one that a support feature came from.
+SAME_PICTURE = 0.1
+
+_STATIC = ("app.js", "worker.js", "style.css")
+_GRAPH, _PAGE, _ICONS = "classifier.onnx", "page.json", (192, 512)
+
+
+def write_web_page(
+    folder: str | os.PathLike[str],
+    model: SimpleCNAPS,
+    task: AdaptedTask,
+    *,
+    title: str,
+    support: ImageBatches | None,
+    runtime: str | os.PathLike[str] | None,
+) -> None:
+    """Write the page's files into a folder, which is made if it is absent.
+
+    Raises
+    ------
+    ValueError
+        The folder has other files, a picture of ``support`` is none of the support set, or a file of ``runtime`` is of
+        another version. FileNotFoundError if one is missing, or the folder that ``folder`` is in.
+    """
+    folder = Path(folder)
+    _check_folder(folder)
+    scripts = None if runtime is None else _runtime_files(Path(runtime))
+    pictures = None if support is None else _thumbnails(support, task)
+    with TemporaryDirectory(prefix=".saving-page-", dir=folder.absolute().parent) as name:
+        temporary = Path(name)
+        write_onnx(model, task, temporary / _GRAPH, pixels=True, distances=pictures is not None)
+        _write(temporary, model, task, title, pictures, scripts)
+        folder.mkdir(exist_ok=True)
+        for file in temporary.iterdir():
+            os.replace(file, folder / file.name)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise unless a page can be written to the folder: it is absent, empty, or has an earlier page."""
+    parent = folder.absolute().parent
+    if not parent.is_dir():
+        raise FileNotFoundError(f"cannot write {folder}: there is no folder {parent}")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"cannot write to {folder}: it is no folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / _PAGE).is_file():
+        raise ValueError(f"{folder} has other files: name a new folder for the page, or one with an earlier page")
+
+
+# -------------------------------------------------------------------- what goes in
+
+
+def _runtime_files(folder: Path) -> dict[str, Path]:
+    """The runtime's files in a local installation, of the version that the page is written for."""
+    remedy = f"npm install onnxruntime-web@{RUNTIME_VERSION}"
+    found = {}
+    for kind, (name, digest) in RUNTIME.items():
+        places = [folder / name, folder / "dist" / name, folder / "node_modules" / "onnxruntime-web" / "dist" / name]
+        path = next((place for place in places if place.is_file()), None)
+        if path is None:
+            raise FileNotFoundError(
+                f"there is no {name} in {folder}: run `{remedy}` and name its folder node_modules/onnxruntime-web/dist"
+            )
+        if _sha384(path) != digest:
+            raise ValueError(f"{path} is not that of onnxruntime-web {RUNTIME_VERSION}: run `{remedy}`")
+        found[kind] = path
+    return found
+
+
+def _thumbnails(support: ImageBatches, task: AdaptedTask) -> list[NDArray[np.uint8] | None]:
+    """Picture (t, t, 3) of each support example, found by its features; None where none was given."""
+    fitted = task.fitted_head
+    known = fitted.support.adapted
+    thumbnails: list[NDArray[np.uint8] | None] = [None] * len(known)
+    for batch in support.decoded():
+        images = to_network_range(torch.from_numpy(batch.pixels).permute(0, 3, 1, 2))
+        distances = torch.cdist(task.features(images).to(known), known) / known.norm(dim=1)
+        for index, picture, row in zip(batch.indices, batch.pixels, distances, strict=True):
+            same = (row < SAME_PICTURE).nonzero()[:, 0].tolist()
+            if not same:
+                raise ValueError(
+                    f"image {index} of `support` is none of those that the classifier was fitted to: name them alone"
+                )
+            small = Image.fromarray(picture).resize((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+            thumbnails[min(same, key=row.__getitem__)] = np.asarray(small)
+    return thumbnails
+
+
+# -------------------------------------------------------------------- writing
+
+
+def _write(
+    folder: Path,
+    model: SimpleCNAPS,
+    task: AdaptedTask,
+    title: str,
+    pictures: Sequence[NDArray[np.uint8] | None] | None,
+    scripts: dict[str, Path] | None,
+) -> None:
+    """Write everything but the graph, which is there."""
+    fitted = task.fitted_head
+    classes = [str(label) for label in fitted.classes.tolist()]
+    for kind, path in (scripts or {}).items():
+        shutil.copyfile(path, folder / RUNTIME[kind][0])
+    where = RUNTIME_ADDRESS if scripts is None else ""
+    runtime = {
+        kind: {"address": where + name, "integrity": f"sha384-{digest}"} for kind, (name, digest) in RUNTIME.items()
+    }
+    graph = {"address": _GRAPH, "integrity": f"sha384-{_sha384(folder / _GRAPH)}"}
+    examples = [classes[label] for label in fitted.labels.tolist()]
+    support = None
+    if pictures is not None:
+        support = [{"label": label, "picture": _data(one)} for label, one in zip(examples, pictures, strict=True)]
+    page = {
+        "made_by": f"fewshot-mahalanobis {version('fewshot-mahalanobis')}",
+        "side": model.image_size,
+        "labels": [str(label) for label in fitted.output_labels.tolist()],
+        "bytes": (folder / _GRAPH).stat().st_size + RUNTIME_BYTES,
+        "graph": graph,
+        "runtime": runtime,
+        "support": support,
+    }
+    (folder / _PAGE).write_text(json.dumps(page), encoding="utf-8")
+    manifest = {
+        "name": title,
+        "short_name": title,
+        "start_url": "./",
+        "scope": "./",
+        "display": "standalone",
+        "background_color": "#ffffff",
+        "theme_color": "#1f5fbf",
+        "icons": [
+            {"src": f"icon-{side}.png", "sizes": f"{side}x{side}", "type": "image/png", "purpose": "any maskable"}
+            for side in _ICONS
+        ],
+    }
+    (folder / "manifest.webmanifest").write_text(json.dumps(manifest), encoding="utf-8")
+    for side in _ICONS:
+        _icon(side).save(folder / f"icon-{side}.png")
+    for name in _STATIC:
+        (folder / name).write_text(_asset(name), encoding="utf-8")
+    learned = f"It has learned from {len(examples)} pictures. "
+    if fitted.outliers is None:
+        learned += "It knows these classes alone: a picture of anything else gets one of them too."
+    else:
+        learned += f"A picture that is unlike all of them gets “{fitted.output_labels[-1]}”."
+    text = {
+        "title": title,
+        "about": f"Tells pictures of these {len(classes)} classes apart: {_listed(classes)}.",
+        "learned": learned,
+        "version": version("fewshot-mahalanobis"),
+        "policy": _policy(RUNTIME_ADDRESS if scripts is None else None),
+    }
+    index = _filled("index.html", {name: html.escape(value) for name, value in text.items()})
+    (folder / "index.html").write_text(index, encoding="utf-8")
+    # Last, as the service worker keeps all other files, and its digest is theirs.
+    kept: list[tuple[str, str]] = [("./", "")]
+    kept += [
+        (path.name, "")
+        for path in sorted(folder.iterdir())
+        if path.name not in {"index.html", _GRAPH, *(name for name, _ in RUNTIME.values())}
+    ]
+    kept += [(file["address"], file["integrity"]) for file in (graph, *runtime.values())]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.iterdir()))).hexdigest()[:16]
+    worker = _filled("service-worker.js", {"digest": digest, "files": json.dumps(kept, indent=2)})
+    (folder / "service-worker.js").write_text(worker, encoding="utf-8")
+
+
+def _policy(runtime: str | None) -> str:
+    """Content-Security-Policy: the page connects to its own folder's server and to the runtime's address alone."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            "script-src 'self' blob: 'wasm-unsafe-eval'",
+            "worker-src 'self' blob:",
+            f"connect-src 'self'{'' if runtime is None else ' ' + runtime}",
+            "style-src 'self'",
+            "img-src 'self' data:",
+            "media-src 'self' blob:",
+            "manifest-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+
+
+def _listed(classes: Sequence[str], most: int = 20) -> str:
+    """Return "cat, dog and bird"; of many classes the first."""
+    if len(classes) > most:
+        return f"{', '.join(classes[:most])} and {len(classes) - most} more"
+    return f"{', '.join(classes[:-1])} and {classes[-1]}"
+
+
+def _asset(name: str) -> str:
+    return (files(__name__) / name).read_text(encoding="utf-8")
+
+
+def _filled(name: str, values: dict[str, Any]) -> str:
+    text = _asset(name)
+    for key, value in values.items():
+        text = text.replace(f"{{{{{key}}}}}", value)
+    return text
+
+
+def _data(picture: NDArray[np.uint8] | None) -> str | None:
+    """A picture as an address that has it whole, without what a file says about it."""
+    if picture is None:
+        return None
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "JPEG", quality=90)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _icon(side: int) -> Image.Image:
+    """Three classes as ellipses, and a query among them; what matters is inside the circle that a phone may cut out."""
+    icon = Image.new("RGB", (512, 512), "#1f5fbf")
+    draw = ImageDraw.Draw(icon)
+    for box, colour in (
+        ((110, 150, 270, 250), "#ffd166"),
+        ((280, 130, 390, 270), "#ff8c7a"),
+        ((160, 280, 370, 380), "#8fe3b0"),
+    ):
+        draw.ellipse(box, fill=colour)
+    draw.ellipse((246, 236, 286, 276), fill="white")
+    return icon.resize((side, side), Image.Resampling.LANCZOS)
+
+
+def _sha384(path: Path) -> str:
+    return base64.b64encode(hashlib.sha384(path.read_bytes()).digest()).decode()

@@ -1,0 +1,355 @@
+"""The page that classifies in its visitor's browser: in a real one, and when its folder cannot be written."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, Page, expect
+from typer.testing import CliRunner
+
+from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.checkpoints import web_page
+from fewshot_mahalanobis.checkpoints.web_page import RUNTIME, RUNTIME_ADDRESS, RUNTIME_VERSION
+from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
+from tests.tiny import SUPPORT_LABELS, adapting_model, drawn, tiny_model
+
+SUPPORT = drawn(SUPPORT_LABELS, 0)
+TIMEOUT = 60_000  # milliseconds
+
+
+@pytest.fixture(scope="module")
+def classifier() -> SimpleCNAPSClassifier:
+    classifier = SimpleCNAPSClassifier(
+        tiny_model(), precision="float32", device="cpu", unknown_label="none", temperature="auto",
+        false_rejection_rate=0.3,
+    )  # fmt: skip
+    return classifier.fit(SUPPORT, SUPPORT_LABELS, groups=range(len(SUPPORT)))
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runtime's files, of the version that pages name."""
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm on PATH, which has the files of ONNX Runtime Web: install Node.js")
+    folder = tmp_path_factory.mktemp("npm")
+    package = f"onnxruntime-web@{RUNTIME_VERSION}"
+    packed = subprocess.run(["npm", "pack", package], cwd=folder, capture_output=True, text=True, check=False)
+    if packed.returncode:
+        pytest.skip(f"npm has no {package} here: {packed.stderr.strip()[-200:]}")
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        for name, _ in RUNTIME.values():
+            file = archive.extractfile(f"package/dist/{name}")
+            assert file is not None
+            (folder / name).write_bytes(file.read())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def graph(classifier: SimpleCNAPSClassifier, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page's graph, which takes the longest of all its files."""
+    pytest.importorskip("onnxscript")
+    path = tmp_path_factory.mktemp("graph") / "classifier.onnx"
+    web_page.write_onnx(classifier.model_, classifier.task_, path, pixels=True, distances=True)
+    return path
+
+
+@pytest.fixture
+def quick(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every page gets that graph."""
+    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: shutil.copyfile(graph, path))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """20 pictures, of the classes and of none, as people have them."""
+    folder = tmp_path_factory.mktemp("files")
+    pictures = [Image.fromarray(one).resize((90, 70)) for one in drawn(["red", "green", "blue"] * 5, 3)]
+    for index, picture in enumerate(pictures):
+        picture.save(folder / f"{index:02}.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pictures[0].rotate(90, expand=True).save(folder / "rotated.jpg", exif=exif, quality=95)
+    pictures[1].putalpha(Image.linear_gradient("L").resize(pictures[1].size))
+    pictures[1].save(folder / "transparent.png")
+    pictures[2].quantize(16).save(folder / "palette.gif")
+    grey = np.asarray(pictures[3].convert("L"))
+    Image.fromarray(grey.astype(np.uint16) * 257).save(folder / "deep.png")
+    noise = np.random.default_rng(0).integers(0, 256, (15, 20, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize((900, 600)).save(folder / "large.png")
+    return sorted(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder for a page, and the address at which it is served."""
+    folder = tmp_path / "site"
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield folder, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def drop(page: Page, files: Sequence[Path]) -> None:
+    """Drop files onto the page, as a visitor does with the mouse."""
+    contents = [(file.name, base64.b64encode(file.read_bytes()).decode()) for file in files]
+    page.evaluate(
+        """contents => {
+            const dataTransfer = new DataTransfer();
+            for (const [name, text] of contents) {
+                const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+                dataTransfer.items.add(new File([bytes], name));
+            }
+            document.body.dispatchEvent(new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true}));
+        }""",
+        contents,
+    )
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return page.locator(selector).all_text_contents()
+
+
+@pytest.mark.usefixtures("quick")
+def test_dropped_pictures_get_the_labels_of_predict_with_and_without_a_network(
+    classifier: SimpleCNAPSClassifier,
+    files: list[Path],
+    runtime: Path,
+    browser: Browser,
+    site: tuple[Path, str],
+    tmp_path: Path,
+) -> None:
+    folder, address = site
+    classifier.export_page(folder, title="Red, <green> & blue", support=SUPPORT[::-1], runtime=runtime)
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(files[0].read_bytes()[:40])
+    expected = classifier.predict_all(files)
+    assert {"none", "red", "green", "blue"} == set(expected.labels.tolist())
+
+    context = browser.new_context(viewport=WIDE)
+    page, errors = context.new_page(), list[str]()
+    asked = requests_of(page)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(address)
+    status = page.locator("#status")
+    expect(status).to_have_text("Ready.", timeout=TIMEOUT)
+    assert page.title() == page.locator("h1").text_content() == "Red, <green> & blue"
+    keep(page, "web-page-start", full_page=True)
+
+    drop(page, [*files, broken])
+    expect(status).to_contain_text("20 pictures: ", timeout=TIMEOUT)
+    expect(status).to_contain_text("1 could not be opened.")
+    assert texts(page, ".answer .label") == [*expected.labels, "No answer"]
+    assert texts(page, ".answer .name") == [*(file.name for file in files), "broken.png"]
+    for card, probabilities in zip(page.locator(".answer").all(), expected.probabilities, strict=False):
+        names, shares = (
+            card.locator(f".bars span:{place}").all_text_contents() for place in ("first-child", "last-child")
+        )
+        shown = dict(zip(names, [int(share.rstrip("%")) / 100 for share in shares], strict=True))
+        wanted = dict(zip(classifier.classes_, probabilities, strict=True))
+        assert shown == pytest.approx(wanted, abs=0.02)  # shown in per cent
+    assert "It is unlike the pictures of every class" in texts(page, ".answer.unknown .text")[0]
+
+    # The pictures that it learned from: those with the nearest features.
+    features, support = classifier.transform(files[:1]), classifier.fitted_head_.support.adapted.numpy()
+    nearest = np.linalg.norm(support - features, axis=1).argsort()[:6]
+    assert texts(page, ".answer:first-child .pictures span") == [SUPPORT_LABELS[index] for index in nearest]
+    shown = page.locator(".answer:first-child .pictures img").first.get_attribute("src")
+    assert shown == json.loads((folder / "page.json").read_text())["support"][nearest[0]]["picture"]
+    assert not page.locator(".answer:first-child details").evaluate("details => details.open")
+    page.locator(".answer:first-child summary").press("Enter")
+    assert page.locator(".answer:first-child details").evaluate("details => details.open")
+    keep(page, "web-page-answers", full_page=True)
+    assert {re.sub(r"(://[^/]*/).*", r"\1", one) for one in asked if not one.startswith(("blob:", "data:"))} == {
+        address
+    }
+
+    # Nothing can be sent anywhere else.
+    sent = page.evaluate(
+        "fetch('https://example.org/', {method: 'POST', body: 'x'}).then(() => 'sent', () => 'refused')"
+    )
+    assert sent == "refused"
+    assert not any("example.org" in one for one in asked)
+
+    # After the first visit it opens without a network.
+    expect(page.locator("#offline")).to_have_text("It also works without a network.")
+    context.set_offline(True)
+    page.reload()
+    page.locator("#files").set_input_files(files[:1])
+    expect(page.locator(".answer .label")).to_have_text(str(expected.labels[0]), timeout=TIMEOUT)
+    assert errors == []
+    context.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_page_is_readable_wide_and_narrow_in_the_light_and_in_the_dark(
+    classifier: SimpleCNAPSClassifier, files: list[Path], runtime: Path, browser: Browser, site: tuple[Path, str]
+) -> None:
+    folder, address = site
+    classifier.export_page(folder, support=SUPPORT, runtime=runtime)
+    page = browser.new_page(service_workers="block")
+    page.goto(address)
+    page.locator("#files").set_input_files([files[0], files[-3]])
+    expect(page.locator("#status")).to_contain_text("2 pictures: ", timeout=TIMEOUT)
+    page.locator("summary").first.click()
+    texts = ("h1", "#status", ".button", "#camera", ".label", ".text", ".name", ".bars span", "summary", "footer p")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.set_viewport_size(WIDE)
+        assert is_dark(page) == (scheme == "dark")
+        for text in texts:
+            assert contrast(page, f"{text}:visible") >= 4.5, text
+        keep(page, f"web-page-{scheme}", full_page=True)
+        page.set_viewport_size(NARROW)
+        assert overflow(page) <= 0
+        keep(page, f"web-page-{scheme}-narrow", full_page=True)
+    page.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_cameras_frames_are_classified_and_kept(
+    classifier: SimpleCNAPSClassifier, runtime: Path, browser: Browser, site: tuple[Path, str]
+) -> None:
+    folder, address = site
+    classifier.export_page(folder, runtime=runtime)
+    page = browser.new_page(viewport=WIDE, service_workers="block")
+    page.add_init_script(
+        """navigator.mediaDevices.getUserMedia = async () => {
+            const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
+            setInterval(() => { context.fillStyle = "rgb(210, 50, 50)"; context.fillRect(0, 0, 300, 150); }, 20);
+            return canvas.captureStream();
+        };"""
+    )
+    page.goto(address)
+    page.locator("#camera").click()
+    expect(page.locator("#live .label")).to_have_text("red", timeout=TIMEOUT)
+    page.locator("#keep").click()
+    expect(page.locator(".answer .label")).to_have_text("red", timeout=TIMEOUT)
+    assert page.locator(".answer .nearest").is_hidden()  # the page has no support pictures
+    keep(page, "web-page-camera", full_page=True)
+    page.locator("#stop").click()
+    expect(page.locator("#live")).to_be_hidden()
+    page.close()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_runtime_of_the_public_server_is_used_only_if_it_is_what_the_page_names(
+    changed: bool, classifier: SimpleCNAPSClassifier, runtime: Path, browser: Browser, site: tuple[Path, str]
+) -> None:
+    folder, address = site
+    classifier.export_page(folder)
+    assert not any((folder / name).exists() for name, _ in RUNTIME.values())
+    page = browser.new_page(service_workers="block")
+
+    def answer(route: Any) -> None:
+        name = route.request.url.removeprefix(RUNTIME_ADDRESS)
+        body = (runtime / name).read_bytes() + b"\n" * (changed and name.endswith(".mjs"))
+        route.fulfill(body=body, headers={"Access-Control-Allow-Origin": "*"})
+
+    page.route(f"{RUNTIME_ADDRESS}*", answer)
+    page.goto(address)
+    wanted = f"{RUNTIME_ADDRESS}{RUNTIME['script'][0]} could not be loaded" if changed else "Ready."
+    expect(page.locator("#status")).to_contain_text(wanted, timeout=TIMEOUT)
+    page.close()
+
+
+def test_a_page_that_is_opened_as_a_file_says_what_to_do(
+    classifier: SimpleCNAPSClassifier, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
+    classifier.export_page(tmp_path / "site")
+    page = browser.new_page()
+    page.goto((tmp_path / "site" / "index.html").as_uri())
+    expect(page.locator("#status")).to_contain_text("python3 -m http.server")
+    page.close()
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(
+    classifier: SimpleCNAPSClassifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    (tmp_path / "npm" / "dist").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    for arguments, kind, message in (
+        ({"folder": tmp_path / "other"}, ValueError, "other has other files: name a new folder"),
+        ({"folder": tmp_path / "other" / "thesis.tex"}, ValueError, "thesis.tex: it is no folder"),
+        ({"folder": tmp_path / "none" / "site"}, FileNotFoundError, "there is no folder .*none"),
+        ({"runtime": tmp_path / "npm"}, FileNotFoundError, f"npm install onnxruntime-web@{re.escape(RUNTIME_VERSION)}"),
+        ({"support": [*SUPPORT[:2], 255 - SUPPORT[2]]}, ValueError, "image 2 of `support` is none of those"),
+    ):
+        with pytest.raises(kind, match=message):
+            classifier.export_page(**{"folder": tmp_path / "site", **arguments})
+    for name, _ in RUNTIME.values():
+        (tmp_path / "npm" / "dist" / name).write_text("another version")
+    with pytest.raises(ValueError, match=f"is not that of onnxruntime-web {re.escape(RUNTIME_VERSION)}"):
+        classifier.export_page(tmp_path / "site", runtime=tmp_path / "npm")
+    shutil.rmtree(tmp_path / "npm")
+    assert sorted(tmp_path.rglob("*")) == [path for path in before if "npm" not in path.parts]
+
+
+def test_the_command_writes_a_page_anew_and_says_how_to_open_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
+    for index, (picture, label) in enumerate(zip(SUPPORT, SUPPORT_LABELS, strict=True)):
+        (tmp_path / "photos" / label).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(tmp_path / "photos" / label / f"{index}.png")
+    paths = sorted((tmp_path / "photos").glob("*/*.png"))
+    classifier = SimpleCNAPSClassifier(adapting_model(), device="cpu").fit(paths, [path.parent.name for path in paths])
+    classifier.save(tmp_path / "m.safetensors")
+    assert f"onnxruntime-web {RUNTIME_VERSION}" in " ".join(CliRunner().invoke(app, ["page", "--help"]).stdout.split())
+    workers = []
+    for title in ("One", "Two"):
+        arguments = ["--title", title, "--support", str(tmp_path / "photos")]
+        result = CliRunner().invoke(
+            app, ["page", str(tmp_path / "m.safetensors"), "-o", str(tmp_path / "site"), *arguments]
+        )
+        assert result.exit_code == 0, result.output
+        assert f"http.server --bind 127.0.0.1 --directory {tmp_path / 'site'}" in result.stdout
+        workers.append((tmp_path / "site" / "service-worker.js").read_text())
+    assert workers[0] != workers[1]  # so that browsers notice the new version
+    index = (tmp_path / "site" / "index.html").read_text()
+    assert "<h1>Two</h1>" in index
+    assert "3 classes apart: blue, green and red" in index
+    assert "It knows these classes alone" in index
+    assert "{{" not in index + workers[1]
+    page = json.loads((tmp_path / "site" / "page.json").read_text())
+    assert [one["label"] for one in page["support"]] == [path.parent.name for path in paths]
+    assert all(one["picture"].startswith("data:image/jpeg;base64,") for one in page["support"])
+    manifest = json.loads((tmp_path / "site" / "manifest.webmanifest").read_text())
+    for icon in manifest["icons"]:
+        with Image.open(tmp_path / "site" / icon["src"]) as picture:
+            assert f"{picture.width}x{picture.height}" == icon["sizes"]
