@@ -3,8 +3,8 @@
 The steps are those of ``images/``: transparent pixels become white, blocks of 2^k x 2^k pixels become their mean, k as
 large as leaves both sides at least twice as long as the square's, and an antialiased bilinear filter resizes the rest.
 A row of the square is a weighted sum of the image's rows, and so is a column: two products of matrices whose weights
-depend only on the image's size. Pillow rounds to 8 bits after each step and this does so once, so they may differ by
-one or two of 255.
+depend only on the image's size. As Pillow does, the columns come first, and each step rounds to 8 bits, half up. Only
+the means of blocks are not rounded, so the square of a large image may differ by one or two of 255.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Square(nn.Module):
         colours = (channels[..., :3] * alpha + 255 * (1 - alpha)).round()
         height, width = pixels.shape[0], pixels.shape[1]
         block = self._block(torch.minimum(_scalar(height), _scalar(width)))
-        rows = torch.einsum("ih,hwc->iwc", self._weights(height, block), colours)
-        square = torch.einsum("jw,iwc->cij", self._weights(width, block), rows)
-        return (square.round().clamp(0, 255) / 127.5 - 1)[None]
+        columns = _eight_bits(torch.einsum("jw,hwc->hjc", self._weights(width, block), colours))
+        square = _eight_bits(torch.einsum("ih,hjc->cij", self._weights(height, block), columns))
+        return (square / 127.5 - 1)[None]
 
     def _block(self, shorter: Tensor) -> Tensor:
         """Side 2^k of the blocks, a whole number as float."""
@@ -54,6 +54,10 @@ class Square(nn.Module):
         distance = (of_block + 0.5 - centres[:, None]).abs() / scale.clamp(min=1)  # the filter widens where it shrinks
         weights = (1 - distance).clamp(min=0) / in_block
         return weights / weights.sum(dim=1, keepdim=True)
+
+
+def _eight_bits(values: Tensor) -> Tensor:
+    return (values + 0.5).floor().clamp(0, 255)
 
 
 def _scalar(number: int) -> Tensor:

@@ -37,7 +37,10 @@ def noise(width: int, height: int, mode: str) -> Image.Image:
 def test_pixels_become_the_square_that_pillow_makes(width: int, height: int, mode: str) -> None:
     image = noise(width, height, mode)
     square = (Square(32)(torch.from_numpy(np.array(image)))[0].permute(1, 2, 0) + 1) * 127.5
-    assert np.abs(square.numpy() - to_square_array(image, 32)).max() <= 1.01  # of 255
+    difference = np.abs(square.numpy() - to_square_array(image, 32))
+    assert difference.max() <= 1.01  # of 255
+    if min(width, height) < 128:  # no blocks, whose means Pillow rounds: all but ties of rounding are equal
+        assert (difference > 0.01).mean() < 0.02
 
 
 @pytest.fixture(scope="module")
