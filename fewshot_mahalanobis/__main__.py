@@ -1,5 +1,20 @@
-"""``python -m fewshot_mahalanobis``."""
+"""The command ``fewshot-mahalanobis``, also ``python -m fewshot_mahalanobis``."""
 
-from fewshot_mahalanobis.apps.cli import app
+import sys
 
-app(prog_name="fewshot-mahalanobis")
+
+def main() -> None:
+    """Run the command, or say how to install what it needs."""
+    try:
+        from fewshot_mahalanobis.apps.cli import app
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("fewshot_mahalanobis"):
+            raise
+        sys.exit(
+            f'error: the command needs {error.name}, and the library does not: pip install "fewshot-mahalanobis[cli]"'
+        )
+    app(prog_name="fewshot-mahalanobis")
+
+
+if __name__ == "__main__":
+    main()

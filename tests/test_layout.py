@@ -16,7 +16,8 @@ PACKAGE = Path(fewshot_mahalanobis.__file__).parent
 #: Methods of the model that are only another way to say what a function of ``checkpoints`` does.
 DOORS = {
     "from_published_state_dict": {"checkpoints.published"},
-    "_save_pretrained": {"checkpoints.folder"},
+    "save_pretrained": {"checkpoints.folder"},
+    "push_to_hub": {"checkpoints.hub"},
     "from_pretrained": {"checkpoints.load"},
 }
 #: What the mathematics of the head must not know.

@@ -10,17 +10,16 @@ import html
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import ModelCardData
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import binomtest
 
+from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, write_classifier
 from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER
@@ -33,7 +32,13 @@ SIDE, GAP, MAX_THUMBNAILS = 84, 4, 5
 
 _CARD = """\
 ---
-{metadata}
+library_name: fewshot-mahalanobis
+pipeline_tag: image-classification
+tags:
+- few-shot-learning
+- image-classification
+- simple-cnaps
+- mahalanobis-distance
 ---
 
 # {title}
@@ -87,11 +92,6 @@ def model_card(
     repo_id: str, state: ClassifierState, summary: SupportSummary, strips: dict[int, str] | None = None
 ) -> str:
     """Markdown that describes a fitted classifier; ``strips`` are picture files of classes, by their index."""
-    metadata = ModelCardData(
-        library_name="fewshot-mahalanobis",
-        pipeline_tag="image-classification",
-        tags=["few-shot-learning", "image-classification", "simple-cnaps", "mahalanobis-distance"],
-    )
     parameters, config = state.parameters, state.model.config
     backbone = config.get("backbone", {"network": "FiLM ResNet18 of Simple CNAPS"})
     of_timm = backbone.get("timm")
@@ -107,19 +107,18 @@ def model_card(
         "label of unknown images": "none"
         if unknown is None
         else f"{unknown!r}, at a false rejection rate of {parameters['false_rejection_rate']:g}",
-        "written by": f"fewshot-mahalanobis {version('fewshot-mahalanobis')}, torch {torch.__version__}",
+        "written by": f"fewshot-mahalanobis {__version__}, torch {torch.__version__}",
     }
     rows = [
         (_escape(label), count, *([f"![]({strips[index]})" if index in strips else ""] if strips else []))
         for index, (label, count) in enumerate(summary.counts.items())
     ]
     return _CARD.format(
-        metadata=metadata.to_yaml(),
         title=repo_id.rsplit("/", 1)[-1],
         repo_id=repo_id,
         classes=len(summary.counts),
         images=sum(summary.counts.values()),
-        packages="'fewshot-mahalanobis[backbones]'" if of_timm else "fewshot-mahalanobis",
+        packages=f"'fewshot-mahalanobis[{'backbones' if of_timm else 'hub'}]'",
         argument="" if network else ", backbone=network",
         own="" if network else "`network` is the module whose weights are in the file; its code is not.\n\n",
         table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),

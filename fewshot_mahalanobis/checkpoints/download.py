@@ -6,7 +6,6 @@ import hashlib
 import os
 from pathlib import Path
 
-import requests
 from tqdm import tqdm
 
 from fewshot_mahalanobis.checkpoints.errors import DownloadError
@@ -68,6 +67,8 @@ def download(url: str, destination: Path, expected_blob_id: str) -> None:
 
 def _stream(url: str, temporary: Path, destination: Path) -> str:
     """Write the body of ``url`` to ``temporary``; return its content type."""
+    import requests  # of the extra `hub`, which the caller has asked for
+
     attempts = 0
     with (
         temporary.open("wb") as file,

@@ -169,7 +169,7 @@ def write_folder(
 
 def _default_card(settings: Mapping[str, Any]) -> str:
     """A model card with the settings alone."""
-    backbone, packages, kind = settings.get("backbone"), "fewshot-mahalanobis", "Simple CNAPS"
+    backbone, packages, kind = settings.get("backbone"), "'fewshot-mahalanobis[hub]'", "Simple CNAPS"
     about = ""
     if backbone is not None:
         kind = (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import huggingface_hub
+from typing import TYPE_CHECKING, Any
 
 from fewshot_mahalanobis.checkpoints.errors import DownloadError, UploadError
-from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER, CONFIG, WEIGHTS
+from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER, CONFIG, WEIGHTS, save_checkpoint
+
+if TYPE_CHECKING:
+    from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -42,7 +44,20 @@ def hub_checkpoint(repo_id: str, revision: str | None = None, **options: Any) ->
     return _snapshot(repo_id, revision, [CONFIG, WEIGHTS, CARD], **options)
 
 
+def _client(repo_id: str) -> Any:
+    """The module ``huggingface_hub``, of the extra ``hub``."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError(
+            f"{repo_id!r} is the name of a repository of the Hugging Face Hub, which needs huggingface_hub: "
+            'pip install "fewshot-mahalanobis[hub]"'
+        ) from error
+    return huggingface_hub
+
+
 def _snapshot(repo_id: str, revision: str | None, files: Sequence[str], **options: Any) -> Path:
+    huggingface_hub = _client(repo_id)
     try:
         folder = huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(files), **options)
     except Exception as error:  # the client lets its transport's errors through, and the transport varies
@@ -81,6 +96,7 @@ def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | boo
     The repository is created if it does not exist. UploadError without permission or connection, or if ``repo_id`` is
     not a valid name; nothing is committed then.
     """
+    huggingface_hub = _client(repo_id)
     try:
         api = huggingface_hub.HfApi(token=token)
         created = api.create_repo(repo_id, private=private, exist_ok=True)
@@ -91,3 +107,10 @@ def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | boo
             "connection; it needs a token with write permission, by token= or `hf auth login`"
         ) from error
     return str(commit.commit_url)
+
+
+def upload_checkpoint(model: SimpleCNAPS, repo_id: str, *, private: bool | None, token: str | bool | None) -> str:
+    """Push a model as a checkpoint, with the errors of :func:`save_checkpoint` and :func:`upload`."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(model, folder)
+        return upload(Path(folder), repo_id, private=private, token=token, message="Push checkpoint")

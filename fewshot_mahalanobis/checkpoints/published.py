@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 from filelock import FileLock
 from torch import Tensor
@@ -159,19 +158,28 @@ def _converted_lite(state_dict: Mapping[str, Any], image_size: int) -> tuple[dic
 def cache_folder() -> Path:
     """Where converted checkpoints are kept."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    return (
-        Path(chosen).expanduser()
-        if chosen
-        else Path(platformdirs.user_cache_dir("fewshot_mahalanobis", appauthor=False))
-    )
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("fewshot_mahalanobis", appauthor=False))
 
 
 def load_published(record: CheckpointRecord) -> SimpleCNAPS:
     """Load a published checkpoint; only its first use needs a connection.
 
     DownloadError if the file is neither cached nor in ``FEWSHOT_MAHALANOBIS_CHECKPOINTS`` and cannot be downloaded;
-    CheckpointError if a local copy has the wrong digest, or the cache cannot be written or has been damaged.
+    CheckpointError if a local copy has the wrong digest, or the cache cannot be written or has been damaged;
+    ImportError without the packages of the extra ``hub``.
     """
+    try:
+        import platformdirs  # noqa: F401
+        import requests  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"{record.name!r} is no part of the package: to download it and keep it needs {error.name}, "
+            'pip install "fewshot-mahalanobis[hub]"'
+        ) from error
     cache = cache_folder()
     folder = cache / f"{record.name}-{str(record.blob_id)[:12]}-v{CONVERSION}"
     if not folder.is_dir():

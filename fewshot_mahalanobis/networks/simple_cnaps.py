@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,13 +61,7 @@ class ProjectionNetwork(nn.Sequential):
         super().__init__(layers[0], nn.ELU(), layers[1], nn.ELU(), layers[2])
 
 
-class SimpleCNAPS(
-    nn.Module,
-    PyTorchModelHubMixin,
-    library_name="fewshot-mahalanobis",
-    license="mit",
-    tags=["few-shot-learning", "image-classification", "simple-cnaps"],
-):
+class SimpleCNAPS(nn.Module):
     """Few-shot image classifier whose network adapts to the support set in one forward pass.
 
     Parameters
@@ -550,10 +543,45 @@ class SimpleCNAPS(
 
         return model_from_published_state_dict(state_dict, image_size)
 
-    def _save_pretrained(self, save_directory: Path) -> None:
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write this model as a checkpoint: ``config.json``, ``model.safetensors`` and ``README.md``.
+
+        Parameters
+        ----------
+        save_directory : str or path
+            Made if absent; a checkpoint in it is replaced, but its ``README.md`` is kept.
+
+        Raises
+        ------
+        CheckpointError
+            A weight is NaN or infinite, or the folder cannot be written.
+        """
         from fewshot_mahalanobis.checkpoints.folder import save_checkpoint
 
         save_checkpoint(self, save_directory)
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | bool | None = None) -> str:
+        """Put this model into a repository of the Hugging Face Hub as a checkpoint; returns the address of the commit.
+
+        Parameters
+        ----------
+        repo_id : str
+            ``"user/repo"``; made if it is absent.
+        private : bool, optional
+            Of a new repository; default: the account's setting.
+        token : str or bool, optional
+            With write permission; default: that of ``hf auth login``.
+
+        Raises
+        ------
+        CheckpointError
+            As for :meth:`save_pretrained`; UploadError if the repository cannot be written, which then is what it was.
+        ImportError
+            The packages of the extra ``hub`` are absent.
+        """
+        from fewshot_mahalanobis.checkpoints.hub import upload_checkpoint
+
+        return upload_checkpoint(self, repo_id, private=private, token=token)
 
     @classmethod
     def from_pretrained(
