@@ -1,4 +1,4 @@
-"""What a bare ``pip install`` brings is enough for the library, and what needs an extra says which."""
+"""What a bare ``pip install`` brings is enough for the library, what needs an extra says which, and conda's agree."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import fewshot_mahalanobis
+
+ROOT = Path(__file__).parents[1]
 PACKAGE = "fewshot-mahalanobis"
+#: conda-forge's other names.
+OF_CONDA = {"torch": "pytorch", "msgspec": "msgspec-python"}
 #: Runs in an interpreter that finds no module of the names in its first argument.
 BARE = """
 import contextlib, io, json, runpy, sys
@@ -116,3 +122,25 @@ def test_what_needs_an_extra_says_which(bare: dict[str, str], what: str, extra: 
 def test_a_bare_installation_brings_a_dozen_packages_beside_those_of_torch() -> None:
     others = brought_by(PACKAGE) - brought_by("torch")
     assert len(others) <= 14, others
+
+
+def test_the_recipe_for_conda_has_the_version_the_dependencies_and_the_command_of_the_package() -> None:
+    yaml = pytest.importorskip("yaml")
+    recipe = ROOT / ".github" / "conda-forge" / "recipe.yaml"
+    if not recipe.exists():
+        pytest.skip("the tests are away from the repository")
+    content = yaml.safe_load(recipe.read_text())
+    context = content["context"]
+    assert context["version"] == fewshot_mahalanobis.__version__ == metadata.version(PACKAGE)
+    distribution = metadata.metadata(PACKAGE)
+    assert (context["name"], f">={context['python_min']}") == (distribution["Name"], distribution["Requires-Python"])
+    assert content["about"]["summary"] == distribution["Summary"]
+    needed = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
+    expected = {
+        f"{OF_CONDA.get(requirement.name, requirement.name)} {requirement.specifier}"
+        for requirement in needed
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "cli"})
+    }
+    assert set(content["requirements"]["run"]) == expected | {"python >=${{ python_min }}"}
+    (command,) = metadata.entry_points(group="console_scripts", name=PACKAGE)
+    assert content["build"]["python"]["entry_points"] == [f"{command.name} = {command.value}"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import os
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.pixels import Square
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -101,7 +101,7 @@ def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool, distances: bo
         "labels": json.dumps(fitted.output_labels.tolist()),
         "threshold": json.dumps(None if fitted.outliers is None else fitted.outliers.threshold),
         "image_size": json.dumps(size),
-        "version": version("fewshot-mahalanobis"),
+        "version": __version__,
     }
     example = torch.zeros(2 * size + 1, 2 * size + 3, 4, dtype=torch.uint8)
     sides = {0: torch.export.Dim("h", min=2), 1: torch.export.Dim("w", min=2), 2: torch.export.Dim("c", min=3, max=4)}

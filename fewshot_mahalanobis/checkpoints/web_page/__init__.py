@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.checkpoints.export import write_onnx
 from fewshot_mahalanobis.images.decode import ImageBatches, to_network_range
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -156,7 +156,7 @@ def _write(
     if pictures is not None:
         support = [{"label": label, "picture": _data(one)} for label, one in zip(examples, pictures, strict=True)]
     page = {
-        "made_by": f"fewshot-mahalanobis {version('fewshot-mahalanobis')}",
+        "made_by": f"fewshot-mahalanobis {__version__}",
         "side": model.image_size,
         "labels": [str(label) for label in fitted.output_labels.tolist()],
         "bytes": (folder / _GRAPH).stat().st_size + RUNTIME_BYTES,
@@ -192,7 +192,7 @@ def _write(
         "title": title,
         "about": f"Tells pictures of these {len(classes)} classes apart: {_listed(classes)}.",
         "learned": learned,
-        "version": version("fewshot-mahalanobis"),
+        "version": __version__,
         "policy": _policy(RUNTIME_ADDRESS if scripts is None else None),
     }
     index = _filled("index.html", {name: html.escape(value) for name, value in text.items()})
