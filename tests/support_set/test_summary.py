@@ -57,6 +57,7 @@ def test_a_clean_support_set_has_no_suspects() -> None:
     assert (summary.confusions, summary.suspects) == ([], [])
     assert str(summary).splitlines() == [
         "24 support images of 3 classes", "  cat: 8", "  dog: 8", "  owl: 8", "Leave-one-out accuracy: 24 of 24 (100%)",
+        *str(summary.curve).splitlines(),
     ]  # fmt: skip
 
 
