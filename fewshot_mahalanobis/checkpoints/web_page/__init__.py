@@ -178,7 +178,7 @@ def _write(
             for side in _ICONS
         ],
     }
-    (folder / "manifest.webmanifest").write_text(json.dumps(manifest), encoding="utf-8")
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     for side in _ICONS:
         _icon(side).save(folder / f"icon-{side}.png")
     for name in _STATIC:

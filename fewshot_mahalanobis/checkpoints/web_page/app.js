@@ -134,7 +134,11 @@ async function classifyFiles(files) {
   say(files.length === 1 ? "Classifying the picture …" : `Classifying ${files.length} pictures …`);
   const cards = addCards(files.map(file => file.name));
   const labels = [];
-  await ready;
+  try {
+    await ready;
+  } catch { // the page says why
+    return cards.forEach(card => showProblem(card, "The classifier could not be loaded."));
+  }
   for (const [index, file] of files.entries()) {
     let bitmap;
     try {
@@ -196,6 +200,8 @@ function draw(canvas, bitmap) {
   canvas.height = Math.max(1, Math.round(bitmap.height * scale));
   const context = canvas.getContext("2d");
   context.imageSmoothingQuality = "high";
+  context.fillStyle = "white"; // behind a transparent picture, as the network sees it
+  context.fillRect(0, 0, canvas.width, canvas.height);
   context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
 }
 
@@ -270,10 +276,15 @@ async function startCamera() {
   element("live").hidden = false;
   element("camera").hidden = true;
   element("keep").focus();
-  await ready;
-  while (stream === opened) { // one frame after the other, as fast as they are classified
-    if (video.videoWidth) showAnswer(element("live"), await classify(video, video.videoWidth, video.videoHeight));
-    await new Promise(requestAnimationFrame); // waits while the page is in the background
+  try {
+    await ready;
+    while (stream === opened) { // one frame after the other, as fast as they are classified
+      if (video.videoWidth) showAnswer(element("live"), await classify(video, video.videoWidth, video.videoHeight));
+      await new Promise(requestAnimationFrame); // waits while the page is in the background
+    }
+  } catch (error) {
+    stopCamera();
+    say(error.message, true);
   }
 }
 
