@@ -139,11 +139,11 @@ class LearningCurve:
         """The class of which more images would raise the accuracy over all classes most."""
         shots, more = self._shots, 1
         leader = int(_gain(self._mode[None], shots, 1)[0].argmax())
-        added = torch.nn.functional.one_hot(torch.tensor(leader), len(shots))
+        added = torch.nn.functional.one_hot(torch.tensor(leader, device="cpu"), len(shots))
         while more < _MAX_MORE and int(_gain(self._mode[None], shots + more * added, 1)[0].argmax()) == leader:
             more += 1
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(_SAMPLES, len(self._mode), dtype=torch.float64, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(0)
+        noise = torch.randn(_SAMPLES, len(self._mode), dtype=torch.float64, device="cpu", generator=generator)
         samples = self._mode + noise @ torch.linalg.cholesky(self._covariance).T
         sure = (_gain(samples, shots, more).argmax(dim=1) == leader).double().mean() >= _SURE
         return MoreImages([*self.counts][leader], more, bool(sure))
@@ -165,7 +165,7 @@ class LearningCurve:
 
     @property
     def _shots(self) -> Tensor:
-        return torch.tensor([*self.counts.values()], dtype=torch.float64)
+        return torch.tensor([*self.counts.values()], dtype=torch.float64, device="cpu")
 
     @property
     def _as_many(self) -> int:
@@ -193,7 +193,7 @@ def learning_curve(fitted: FittedHead, left_out_logits: Tensor) -> LearningCurve
     numbers = _numbers(int(sets.counts.max()) - 1)
     stay = torch.stack([sets.counts.sub(1).clamp(min=1, max=m) for m in numbers])  # of each class (numbers, k)
     paired = (sets.counts > 1)[sets.labels]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     tallies = [_tally_of_rest(fitted, sets, row, generator) for row in stay[:-1]]
     tallies.append(_tally(left_out_logits[paired.to(left_out_logits.device)], sets.labels[paired], len(sets.counts)))
     right, tests = torch.stack(tallies, dim=1)  # (numbers, k)
@@ -227,17 +227,17 @@ class _Sets:
 
     def __init__(self, fitted: FittedHead) -> None:
         self.labels = fitted.labels.cpu()
-        self.groups = torch.arange(len(self.labels)) if fitted.groups is None else fitted.groups.cpu()
+        self.groups = torch.arange(len(self.labels), device="cpu") if fitted.groups is None else fitted.groups.cpu()
         (self._class_of, _), self._set_of = torch.stack([self.labels, self.groups]).unique(dim=1, return_inverse=True)
         self.counts = self._class_of.bincount()
 
     def draw(self, stay: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows of random ``stay`` (k,) sets of each class, and of all images that are in no group of these."""
-        order = torch.randperm(len(self._class_of), generator=generator)
+        order = torch.randperm(len(self._class_of), device="cpu", generator=generator)
         order = order[self._class_of[order].argsort(stable=True)]  # random within each class
         classes, first = self._class_of[order], self.counts.cumsum(dim=0) - self.counts
         chosen = torch.empty_like(order, dtype=torch.bool)
-        chosen[order] = torch.arange(len(order)) - first[classes] < stay[classes]
+        chosen[order] = torch.arange(len(order), device="cpu") - first[classes] < stay[classes]
         drawn = chosen[self._set_of]
         rest = ~torch.isin(self.groups, self.groups[drawn])
         return drawn.nonzero()[:, 0], rest.nonzero()[:, 0]
@@ -253,7 +253,7 @@ def _numbers(most: int) -> list[int]:
 @torch.no_grad()
 def _tally_of_rest(fitted: FittedHead, sets: _Sets, stay: Tensor, generator: torch.Generator) -> Tensor:
     """Images (2, k) of each class that heads fitted to random ``stay`` (k,) sets of each classify right, and all."""
-    features, total = fitted.support.adapted, torch.zeros(2, len(stay), dtype=torch.float64)
+    features, total = fitted.support.adapted, torch.zeros(2, len(stay), dtype=torch.float64, device="cpu")
     for _ in range(max(1, min(_MAX_DRAWS, _MAX_IMAGES // len(features)))):
         drawn, rest = sets.draw(stay, generator)
         if len(rest):
@@ -282,14 +282,14 @@ def _fit(shares: Tensor, decay: Tensor, weights: Tensor) -> tuple[Tensor, Tensor
         How many images each share counts as.
     """
     k = shares.shape[1]
-    covariance = torch.full((k + 1, k + 1), _LEVEL[1] ** 2, dtype=torch.float64)
+    covariance = torch.full((k + 1, k + 1), _LEVEL[1] ** 2, dtype=torch.float64, device="cpu")
     covariance[-1] = covariance[:, -1] = 0
-    covariance += torch.diag(torch.tensor([_BETWEEN**2] * k + [_SLOPE[1] ** 2], dtype=torch.float64))
-    centre = torch.tensor([_LEVEL[0]] * k + [_SLOPE[0]], dtype=torch.float64)
+    covariance += torch.diag(torch.tensor([_BETWEEN**2] * k + [_SLOPE[1] ** 2], dtype=torch.float64, device="cpu"))
+    centre = torch.tensor([_LEVEL[0]] * k + [_SLOPE[0]], dtype=torch.float64, device="cpu")
     precision = torch.linalg.inv(covariance)
 
     def parts(theta: Any) -> tuple[Tensor, Tensor, Tensor]:
-        theta = torch.as_tensor(theta)
+        theta = torch.as_tensor(theta, device="cpu")
         eta = theta[:-1] - theta[-1] * decay
         return theta - centre, eta, torch.sigmoid(eta)
 
@@ -314,7 +314,7 @@ def _fit(shares: Tensor, decay: Tensor, weights: Tensor) -> tuple[Tensor, Tensor
         return found.numpy()
 
     mode = minimize(loss, centre.numpy(), jac=gradient, hess=hessian, method="trust-exact").x
-    return torch.as_tensor(mode), torch.linalg.inv(torch.as_tensor(hessian(mode)))
+    return torch.as_tensor(mode, device="cpu"), torch.linalg.inv(torch.as_tensor(hessian(mode), device="cpu"))
 
 
 def _gain(samples: Tensor, shots: Tensor, more: int) -> Tensor:
