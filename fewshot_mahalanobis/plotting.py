@@ -27,13 +27,14 @@ from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
 from fewshot_mahalanobis.support_set.influence import support_influence
+from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 
 try:
     import matplotlib as mpl
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Ellipse
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import MaxNLocator, NullLocator
 except ImportError as error:
     raise ImportError('pictures need matplotlib: pip install "fewshot-mahalanobis[demo]"') from error
 
@@ -41,6 +42,7 @@ __all__ = [
     "plot_accuracy",
     "plot_class_gaussians",
     "plot_decision_regions",
+    "plot_learning_curve",
     "plot_support_influence",
     "plot_task",
     "support_influence",
@@ -457,6 +459,70 @@ def plot_accuracy(results: Sequence[Result], against: str = "shot", *, ax: Axes 
     ax.set_ylabel("accuracy, %")
     ax.grid(alpha=0.3)
     ax.legend(fontsize="small")
+    return ax
+
+
+def plot_learning_curve(curve: LearningCurve, *, more: int | None = None, ax: Axes | None = None) -> Axes:
+    """Accuracy against the number of support images a class: measured with fewer, expected with more.
+
+    Solid lines are measured on images that were left out, dashed ones are expected, with the 95 % interval of the mean
+    over all classes. Up to ten classes have a thin line each. The advice is the title.
+
+    Parameters
+    ----------
+    curve : LearningCurve
+        ``classifier.summary().curve``.
+    more : int, optional
+        Images of each class beyond those at hand, at least 1; by default as many as a class usually has.
+    ax : Axes, optional
+
+    Returns
+    -------
+    Axes
+        With a legend of the classes.
+
+    Raises
+    ------
+    ValueError
+        ``more`` is below 1.
+    """
+    if more is not None and more < 1:
+        raise ValueError(f"more must be at least 1, got {more!r}")
+    now = max(curve.counts.values())
+    further = [*range((curve.usual_count if more is None else more) + 1)]
+    ax = _new_axes() if ax is None else ax
+
+    lines = [(None, now, curve.measured, "black", 2.0)]
+    if len(curve.counts) <= 10:
+        of_classes = zip(curve.counts.items(), _colours(len(curve.counts)), strict=True)
+        lines = [
+            (name, n, curve.measured_by_class.get(name, {}), colour, 0.9) for (name, n), colour in of_classes
+        ] + lines
+    for name, counted, measured, colour, width in lines:
+        title = "all classes" if name is None else str(name)
+        expected = [100 * curve.expected(extra, name).accuracy for extra in further]
+        ax.plot(
+            [*measured], [100 * accuracy for accuracy in measured.values()],
+            color=colour, lw=width, marker="o", ms=2 * width, label=title,
+        )  # fmt: skip
+        ax.plot([counted + extra for extra in further], expected, color=colour, lw=width, ls="--")
+    intervals = [curve.expected(extra) for extra in further]
+    ax.fill_between(
+        [now + extra for extra in further],
+        [100 * expected.low for expected in intervals],
+        [100 * expected.high for expected in intervals],
+        color="black",
+        alpha=0.1,
+        lw=0,
+        label="95 % interval",
+    )
+    ax.set_xlabel("support images a class")
+    ax.set_ylabel("accuracy, %")
+    ax.set_ylim(0, 102)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize="small", loc="lower right")
+    ax.set_title(curve.advice, fontsize=9, wrap=True)
     return ax
 
 

@@ -21,6 +21,7 @@ from fewshot_mahalanobis.plotting import (
     plot_accuracy,
     plot_class_gaussians,
     plot_decision_regions,
+    plot_learning_curve,
     plot_support_influence,
     plot_task,
     support_influence,
@@ -315,3 +316,34 @@ def test_rows_that_cannot_share_a_line_are_refused() -> None:
         plot_accuracy([row("mnist", 5, 1, a=50)], against="episodes")
     with pytest.raises(ValueError, match="no results"):
         plot_accuracy([])
+
+
+# -------------------------------------------------------------------- enough images
+
+
+def test_a_learning_curve_goes_on_where_the_images_end(classifier: SimpleCNAPSClassifier) -> None:
+    curve = classifier.summary().curve
+    assert curve is not None
+    ax = plot_learning_curve(curve, more=4, ax=Figure().subplots())
+    lines = {str(line.get_label()): line for line in ax.lines if not str(line.get_label()).startswith("_")}
+    assert [*lines] == ["blue", "green", "red", "all classes"]
+    points = dict(zip(*lines["all classes"].get_data(), strict=True))
+    assert points == pytest.approx({m: 100 * accuracy for m, accuracy in curve.measured.items()})
+    assert dict(zip(*lines["blue"].get_data(), strict=True)).keys() == {1}  # of two images
+    expected = ax.lines[-1]
+    assert expected.get_linestyle() == "--"
+    assert dict(zip(*expected.get_data(), strict=True)) == pytest.approx(
+        {3 + more: 100 * curve.expected(more).accuracy for more in range(5)}
+    )
+    (band,) = ax.collections
+    corners = band.get_paths()[0].vertices
+    last = curve.expected(4)
+    assert {100 * last.low, 100 * last.high} <= {*corners[corners[:, 0] == 7, 1].tolist()}
+    assert ax.get_title() == curve.advice
+
+
+def test_a_learning_curve_of_no_more_images_is_refused(classifier: SimpleCNAPSClassifier) -> None:
+    curve = classifier.summary().curve
+    assert curve is not None
+    with pytest.raises(ValueError, match="more must be at least 1, got 0"):
+        plot_learning_curve(curve, more=0)

@@ -19,6 +19,7 @@ from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.picture import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 
 __all__ = ["UNKNOWN", "Answer", "Bench", "Neighbour"]
 
@@ -71,6 +72,8 @@ class Bench:
         The pictures to classify.
     answers : list of Answer
         One for each query; empty as long as there is no classifier.
+    curve : LearningCurve or None
+        Of the classifier; None as long as no class has two pictures.
     """
 
     def __init__(self, start: SimpleCNAPS | SimpleCNAPSClassifier, device: str = "auto") -> None:
@@ -81,6 +84,7 @@ class Bench:
         self.queries: list[NDArray[np.uint8]] = []
         self.answers: list[Answer] = []
         self.classifier = start if isinstance(start, SimpleCNAPSClassifier) else None
+        self.curve = _curve(self.classifier)
         self._passed: set[int] = set()  # ids of queries that the user does not want to label
         self._usefulness: list[int] = []  # indices of queries, most useful first
         self._folder = tempfile.TemporaryDirectory(prefix="fewshot-app-")
@@ -189,7 +193,8 @@ class Bench:
                 rejection = {"unknown_label": UNKNOWN, "false_rejection_rate": rate}
             classifier = SimpleCNAPSClassifier(self.start, device=self.device, **rejection)
             classifier.fit(images, names)
-        self.classifier, self.images, self.names = classifier, images, names
+        curve = _curve(classifier)
+        self.classifier, self.curve, self.images, self.names = classifier, curve, images, names
         self._answer()
 
     # ---------------------------------------------------------------- asking
@@ -290,6 +295,10 @@ class Bench:
         path = Path(self._folder.name, "classifier.safetensors")
         self.classifier.save(path)
         return path
+
+
+def _curve(classifier: SimpleCNAPSClassifier | None) -> LearningCurve | None:
+    return None if classifier is None else classifier.summary().curve
 
 
 def _labels_like(classes: NDArray[Any], names: Sequence[str]) -> list[Any]:

@@ -21,6 +21,7 @@ from PIL import Image
 from fewshot_mahalanobis.apps.bench import UNKNOWN, Answer, Bench
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 
 try:
     import gradio as gr
@@ -57,6 +58,10 @@ _CSS = """
 .probabilities {margin: .8em 0}
 .class {display: inline-block; padding: .2em .7em; margin: 0 .4em .4em 0; border-radius: 1em;
     border: 1px solid var(--border-color-primary)}
+.enough {display: flex; flex-wrap: wrap; gap: .4em 1.2em; align-items: center; margin: .4em 0 1em}
+.enough svg {width: 220px; flex: none; fill: none; stroke: currentColor}
+.enough text {fill: currentColor; stroke: none; font-size: 10px}
+.enough div {flex: 1 1 18em}
 .doubt {display: flex; gap: 1.2em; align-items: center}
 .doubt img {width: 112px}
 #learn, #skip {align-self: end}
@@ -160,7 +165,7 @@ def make_page(
                 doubt: "" if doubtful is None else _doubt(bench.answers[doubtful]),
                 truth: gr.Dropdown(sorted(counts), value=None),
                 taught: gr.Column(visible=bool(counts)),
-                classes: "".join(f'<span class="class">{escape(c)} <b>{n}</b></span>' for c, n in counts.items()),
+                classes: _classes(counts, bench.curve),
                 gallery: gr.Gallery([(picture, label) for _, picture, label in own], visible=bool(own)),
                 removal: gr.Row(visible=False),
                 download: gr.DownloadButton(value=path, visible=path is not None),
@@ -406,4 +411,37 @@ def _doubt(answer: Answer) -> str:
     return (
         f'<div class="doubt">{_picture(answer.picture, "what it is least sure of")}'
         f'<div class="said">It says {text}. Say what it is, and it learns from the picture.</div></div>'
+    )
+
+
+def _classes(counts: Mapping[str, int], curve: LearningCurve | None) -> str:
+    """The classes with their numbers of pictures; below them, whether more would help."""
+    names = "".join(f'<span class="class">{escape(name)} <b>{n}</b></span>' for name, n in counts.items())
+    if curve is None:
+        return names
+    more, (*_, left_out) = curve.usual_count, curve.measured.values()
+    text = (
+        f"{escape(curve.advice)}<br>Each left out in turn, {left_out:.0%} of the pictures are recognised. Expected on "
+        f"new ones: {curve.expected()}, and with {more} more of each class {curve.expected(more)}."
+    )
+    return f'{names}<div class="enough">{_curve(curve, more)}<div>{text}</div></div>'
+
+
+def _curve(curve: LearningCurve, more: int) -> str:
+    """The curve as a drawing: measured as a line, expected as a dashed one with its interval."""
+    now = max(curve.counts.values())
+    expected = [(now + extra, curve.expected(extra)) for extra in range(more + 1)]
+
+    def points(pairs: Iterable[tuple[int, float]]) -> str:
+        return " ".join(f"{30 + 180 * (m - 1) / (now + more - 1):.1f},{90 - 80 * share:.1f}" for m, share in pairs)
+
+    band = [*((m, e.high) for m, e in expected), *((m, e.low) for m, e in reversed(expected))]
+    return (
+        '<svg viewBox="0 0 220 108" role="img" aria-label="accuracy by the number of pictures of each class">'
+        '<path d="M30 10V90H210" opacity=".4"/>'
+        f'<polygon points="{points(band)}" fill="currentColor" stroke="none" opacity=".15"/>'
+        f'<polyline points="{points(curve.measured.items())}" stroke-width="2"/>'
+        f'<polyline points="{points((m, e.accuracy) for m, e in expected)}" stroke-width="2" stroke-dasharray="4 3"/>'
+        '<text x="0" y="14">100%</text><text x="12" y="93">0%</text>'
+        f'<text x="30" y="104">1</text><text x="210" y="104" text-anchor="end">{now + more} of a class</text></svg>'
     )

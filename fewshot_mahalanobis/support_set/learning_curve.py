@@ -103,6 +103,11 @@ class LearningCurve:
     _mode: Tensor = field(compare=False, repr=False)  # a_1 to a_k, b
     _covariance: Tensor = field(compare=False, repr=False)  # (k + 1, k + 1), of their normal approximation
 
+    @property
+    def usual_count(self) -> int:
+        """Images that a class usually has: the lower median of ``counts``."""
+        return median_low(self.counts.values())
+
     def expected(self, more: int = 0, label: Any = None) -> Expected:
         """Accuracy on new images with ``more`` support images of every class than there are.
 
@@ -151,8 +156,8 @@ class LearningCurve:
     @property
     def advice(self) -> str:
         """One sentence: whether more images would help, and of which class."""
-        if self.expected(self._as_many).accuracy - self.expected().accuracy < _LITTLE:
-            return f"More pictures would bring little: {self._as_many} more of each class, less than 1 point."
+        if self.expected(self.usual_count).accuracy - self.expected().accuracy < _LITTLE:
+            return f"More pictures would bring little: {self.usual_count} more of each class, less than 1 point."
         label, images, sure = self.most_useful
         if not sure:
             return f"More pictures may help, of {label} first, but which class needs them most is uncertain."
@@ -160,17 +165,12 @@ class LearningCurve:
 
     def __str__(self) -> str:
         fewer = ", ".join(f"{m}: {accuracy:.0%}" for m, accuracy in self.measured.items())
-        more = f"with {self._as_many} more of each class {self.expected(self._as_many)}"
-        return f"With fewer images a class: {fewer}\nExpected of new images: {self.expected()}; {more}\n{self.advice}"
+        more = f"with {self.usual_count} more of each class {self.expected(self.usual_count)}"
+        return f"With fewer images a class: {fewer}\nExpected on new images: {self.expected()}; {more}\n{self.advice}"
 
     @property
     def _shots(self) -> Tensor:
         return torch.tensor([*self.counts.values()], dtype=torch.float64, device="cpu")
-
-    @property
-    def _as_many(self) -> int:
-        """As many more images as most classes have."""
-        return median_low(self.counts.values())
 
 
 def learning_curve(fitted: FittedHead, left_out_logits: Tensor) -> LearningCurve | None:

@@ -43,6 +43,10 @@ def test_the_bench_fits_what_the_classifier_fits(files: dict[str, list[str]]) ->
     assert answer.probabilities == pytest.approx(dict(zip(direct.classes_, row, strict=True)))
     assert answer.label == max(answer.probabilities, key=answer.probabilities.get)
     assert [UNKNOWN if answer.unknown else answer.label] == direct.predict([query]).tolist()
+    assert bench.curve == direct.summary().curve
+    bench.remove("red")
+    bench.remove("blue")
+    assert bench.curve is None
 
 
 def test_neighbours_are_the_nearest_support_images(files: dict[str, list[str]]) -> None:
