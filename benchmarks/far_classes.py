@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 from tqdm.auto import tqdm
 
-from benchmarks.unknown_classes import SHOT, TEST, VALIDATION, WAY, expected_calibration_error, split_of
+from benchmarks.calibration import expected_calibration_error
+from benchmarks.unknown_classes import SHOT, TEST, VALIDATION, WAY, split_of
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.heads import AutoHead, Head
 from fewshot_mahalanobis.networks.devices import choose_dtype

@@ -28,6 +28,7 @@ from sklearn.neighbors import NearestNeighbors
 from tqdm.auto import tqdm
 
 from benchmarks.beta import features_of, load_backbone, open_set
+from benchmarks.calibration import expected_calibration_error
 from fewshot_mahalanobis import MahalanobisClassifier, RegularizedCovariance, SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
@@ -50,7 +51,6 @@ WAY, SHOT = 5, 5
 #: What is read of a set for frozen networks, once for all episodes: at most so many classes, and images of each.
 CLASSES, IMAGES = 20, 15
 RATES = (0.05, 0.1)
-BINS = 15
 #: Resamples of the episodes for the interval of a pooled figure.
 RESAMPLES = 200
 
@@ -175,13 +175,6 @@ def measure(episode: Features, settings: Mapping[str, Any]) -> Measured:
         {name: -float(p[np.arange(len(p)), known_labels].mean()) for name, p in log_p.items()},
         temperature,
     )
-
-
-def expected_calibration_error(confidence: Array, right: NDArray[np.bool_]) -> float:
-    """Mean distance of confidence and accuracy over equal-width bins, weighted by their queries (Guo et al., 2017)."""
-    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
-    gaps = np.bincount(bins, confidence - right, minlength=BINS)
-    return float(np.abs(gaps).sum() / len(confidence))
 
 
 def summarise(measured: Sequence[Measured], seed: int) -> dict[str, Any]:
