@@ -39,8 +39,26 @@ def test_the_temperature_that_made_the_labels_is_found(temperature: float) -> No
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_the_temperature_scales_with_the_logits(scale: float) -> None:
-    logits, labels = drawn(1.0, n=500)
+    logits, labels = drawn(3.0, n=500)
     assert fit_temperature(scale * logits, labels) == pytest.approx(scale * fit_temperature(logits, labels), rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_another_temperature_than_one_has_to_save_a_nat(seed: int) -> None:
+    """Against a naive search, on ten examples whose labels were drawn at a temperature of 1, 1.5 or 4."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (1.0, 1.5, 4.0)[seed % 3] * 3 * torch.randn(10, 4, generator=generator).double()
+    labels = torch.multinomial(torch.softmax(logits / (1.0, 1.5, 4.0)[seed % 3], dim=1), 1, generator=generator)[:, 0]
+    targets = (F.one_hot(labels, 4).double() * 10 + 0.25 / 4) / 10.25
+
+    def cross_entropy(temperature: float) -> float:
+        return -float((targets * torch.log_softmax(logits / temperature, dim=1)).sum())
+
+    temperatures = np.exp(np.linspace(-5, 5, 4001))
+    losses = [cross_entropy(temperature) for temperature in temperatures]
+    best = float(temperatures[int(np.argmin(losses))])
+    expected = best if min(losses) < cross_entropy(1.0) - 1 else 1.0
+    assert fit_temperature(logits, labels) == pytest.approx(expected, rel=5e-3)
 
 
 def test_faultless_examples_give_no_certainty() -> None:
