@@ -266,6 +266,12 @@ def exported(world: World, folder: Path) -> Any:
     return [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(folder / "graph.onnx").graph.initializer]
 
 
+def exported_page(world: World, folder: Path) -> Any:
+    """The page's files but for the graph, which is compared above and whose digest they hold."""
+    world.fitted.export_page(folder / "page", support=world.images)
+    return sorted(file.name for file in (folder / "page").iterdir()), (folder / "page" / "style.css").read_text()
+
+
 def exported_program(world: World, folder: Path) -> Any:
     world.fitted.export_program(folder / "graph.pt2")
     return torch.export.load(folder / "graph.pt2").module()(images_of(world))
@@ -383,6 +389,7 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     "temperature and unknown_label": rejecting,
     "export_onnx": exported,
     "export_program": exported_program,
+    "export_page": exported_page,
     "push_to_hub": pushed,
     "from_pretrained": lambda world, folder: SimpleCNAPSClassifier.from_pretrained(world.saved.parent).transform(
         world.images[:2]
