@@ -23,8 +23,6 @@ from fewshot_mahalanobis.research.evaluation import Accuracy, Variant, evaluate_
 from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 
 WAY, SHOT, QUERIES = 10, 5, 5
-#: Side in pixels to which the digits are enlarged: there is no more to see in 8 x 8 pixels at 224.
-DIGITS_SIZE = 128
 
 
 def digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -63,7 +61,7 @@ def run_demo(
     images, targets = digits()
     say(f"\nDigits: {len(images):,} handwritten ones of 8 x 8 pixels, {SHOT} of each digit to learn from.")
     start = time.perf_counter()
-    accuracies = compare(classifier.model_.at_size(DIGITS_SIZE), images, targets, tasks)
+    accuracies = compare(classifier.model_, images, targets, tasks)
     say(f"Accuracy over {tasks} random tasks with 95 % interval, in {time.perf_counter() - start:.0f} s:")
     rows = [[name, str(accuracy)] for name, accuracy in accuracies.items()]
     say(markdown_table(rows, ["method", "accuracy, %"]))

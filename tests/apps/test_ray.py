@@ -101,7 +101,7 @@ def workers() -> set[int]:
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            is_worker = b"ray::_Worker" in (folder / "cmdline").read_bytes()
+            is_worker = b"ray::" in (line := (folder / "cmdline").read_bytes()) and b"_Worker" in line
             if is_worker and parent(parent(folder.name)) == str(os.getpid()):
                 found.add(int(folder.name))
         except OSError:  # it ended meanwhile
