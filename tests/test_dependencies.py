@@ -46,6 +46,7 @@ classifier.save(file)
 loaded = SimpleCNAPSClassifier.load(file)
 str(loaded.summary())
 same = (loaded.predict(images) == classifier.predict(images)).all()
+load_checkpoint("default")
 MahalanobisClassifier().fit(images.reshape(8, -1) / 255, labels).predict(images.reshape(8, -1) / 255)
 
 def message(call):
@@ -56,6 +57,7 @@ def message(call):
 
 print(json.dumps({
     "same": bool(same),
+    "compiler": "torch._dynamo" in sys.modules,
     "hub": message(lambda: load_checkpoint("user/repo")),
     "published": message(lambda: load_checkpoint("simple-cnaps-meta-dataset")),
     "push": message(lambda: classifier.push_to_hub("user/repo")),
@@ -102,6 +104,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_a_bare_installation_fits_predicts_saves_and_loads(bare: dict[str, str]) -> None:
     assert bare["same"] is True
+
+
+def test_no_call_waits_for_the_import_of_torchs_compiler(bare: dict[str, str]) -> None:
+    assert bare["compiler"] is False
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,14 @@ def _residual_mlp(channels: int) -> list[nn.Module]:
     ]
 
 
+def _new_scales(channels: int) -> nn.Parameter:
+    """Scales (channels,) that hardly adapt at first."""
+    scales = torch.empty(channels)
+    if not scales.is_meta:  # where it would import torch's compiler
+        nn.init.normal_(scales, 0.0, 0.001)
+    return nn.Parameter(scales)
+
+
 class _BlockProcessors(nn.Module):
     """One small network and one vector of scales for each of the four FiLM vectors of each block of a layer."""
 
@@ -57,7 +65,7 @@ class _BlockProcessors(nn.Module):
             for name in _VECTORS:
                 first = [nn.Linear(conditioned_on, channels), nn.ReLU()] if conditioned_on is not None else []
                 networks[name] = nn.Sequential(*first, *_residual_mlp(channels))
-                scales[name] = nn.Parameter(nn.init.normal_(torch.empty(channels), 0.0, 0.001))
+                scales[name] = _new_scales(channels)
             self.processors.append(networks)
             self.scales.append(scales)
 
@@ -168,7 +176,7 @@ class NetworkFilmGenerator(FilmGenerator):
             for _ in range(2):  # gamma, beta
                 first = [nn.Linear(TASK_FEATURES, TASK_FEATURES), nn.LayerNorm(TASK_FEATURES), nn.ReLU()]
                 self.processors.append(nn.Sequential(*first, nn.Linear(TASK_FEATURES, width)))
-                self.scales.append(nn.Parameter(nn.init.normal_(torch.empty(width), 0.0, 0.001)))
+                self.scales.append(_new_scales(width))
 
     def forward(self, z: Tensor, support_images: Tensor, extractor: nn.Module, batch_size: int | None = None) -> Film:
         """Z (64,) -> FiLM parameters. The support images and the extractor are not used."""
