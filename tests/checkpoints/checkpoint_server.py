@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.file_download
+import huggingface_hub.utils
 import pytest
 
 

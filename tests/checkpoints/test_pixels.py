@@ -39,7 +39,9 @@ def test_pixels_become_the_square_that_pillow_makes(width: int, height: int, mod
     square = (Square(32)(torch.from_numpy(np.array(image)))[0].permute(1, 2, 0) + 1) * 127.5
     difference = np.abs(square.numpy() - to_square_array(image, 32))
     assert difference.max() <= 1.01  # of 255
-    if min(width, height) < 128:  # no blocks, whose means Pillow rounds: all but ties of rounding are equal
+    # All but ties of rounding are equal where there are no blocks, whose means Pillow rounds, and the width is resized
+    # first, as the graph does: of upright pictures Pillow 13 begins with the height.
+    if min(width, height) < 128 and width >= height:
         assert (difference > 0.01).mean() < 0.02
 
 
