@@ -110,6 +110,13 @@ def fit(
         int | None,
         typer.Option(help="Side that images are resized to, in pixels: smaller is faster. Default: the checkpoint's."),
     ] = None,
+    value_range: Annotated[
+        tuple[float, float] | None,
+        typer.Option(
+            help="Values that are black and white in images of more than 8 bits whose file does not say it, saved for "
+            "the images to classify: 0 4095 for a camera of 12 bits."
+        ),
+    ] = None,
     unknown_label: Annotated[
         str | None, typer.Option(help="Label for images unlike every class. Without it they get the nearest class.")
     ] = None,
@@ -149,6 +156,7 @@ def fit(
             head=head,
             adapt=adapt,
             image_size=image_size if backbone is None else None,
+            value_range=value_range,
             device=device,
             unknown_label=unknown_label,
             false_rejection_rate=false_rejection_rate,

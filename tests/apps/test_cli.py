@@ -15,7 +15,7 @@ from PIL import Image, ImageFile
 from typer.testing import CliRunner
 
 import fewshot_mahalanobis
-from fewshot_mahalanobis import SimpleCNAPS, available_checkpoints
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, available_checkpoints
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.checkpoints import DownloadError, save_checkpoint
 
@@ -315,6 +315,27 @@ def test_names_that_standard_output_cannot_encode_are_written(photos, checkpoint
     settings = ("--checkpoint", checkpoint, "--device", "cpu")
     assert b"caf\xe9 3, \xe9\xb3\xa5 3" in written("fit", tmp_path / "photos", "-o", tmp_path / "m", *settings)
     assert b"/caf\xe9/0.png,caf\xe9" in written("predict", tmp_path / "m", tmp_path / "photos")
+
+
+def test_pictures_of_twelve_bits_are_read_over_the_range_that_was_given_to_fit(checkpoint, tmp_path):
+    rng = np.random.default_rng(0)
+    for name, level in (("dark", 0.3), ("bright", 0.7)):
+        for index in range(3):
+            values = np.clip(level + rng.normal(0, 0.1, (24, 24)), 0, 1)
+            for folder, picture in (("12", np.rint(4095 * values).astype(np.uint16)), ("8", np.uint8(255 * values))):
+                file = tmp_path / folder / name / f"{index}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(picture).save(file)
+    settings = ("--checkpoint", checkpoint, "--device", "cpu")
+    run("fit", tmp_path / "12", "-o", tmp_path / "m", *settings, "--value-range", 0, 4095)
+    classifier = SimpleCNAPSClassifier.load(tmp_path / "m")
+    assert classifier.value_range == (0, 4095)
+    file = Path("dark", "0.png")
+    found, expected = (classifier.transform([tmp_path / folder / file]) for folder in ("12", "8"))
+    assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+    said = run("predict", tmp_path / "m", tmp_path / "12")
+    assert [line.split(",")[1] for line in said.splitlines()[1:]] == 3 * ["bright"] + 3 * ["dark"]
+    assert "low < high" in run("fit", tmp_path / "12", "-o", tmp_path / "n", *settings, "--value-range", 9, 0, status=1)
 
 
 def test_a_report_names_the_image_with_the_wrong_label(photos, checkpoint, tmp_path):
