@@ -69,7 +69,8 @@ def is_pretrained_name(name: str) -> bool:
 
 def is_timm_name(name: str) -> bool:
     """Whether timm has a network of this name, by itself. ImportError if timm is absent."""
-    return bool(_timm().is_model(name))
+    # No such name has a slash: a path is told without importing timm, which takes seconds.
+    return "/" not in name and bool(_timm().is_model(name))
 
 
 def timm_network(name: str, image_size: int | None, *, pretrained: bool) -> Any:

@@ -496,6 +496,8 @@ class SimpleCNAPS(nn.Module):
             module cannot be copied or cannot read such images; its output is not features, not finite, or depends on
             the other images of a batch; or FiLM cannot follow one of ``positions``.
         """
+        if image_size is not None:  # before the network reads images of this size
+            _check_image_size(image_size, 1)
         settings: Any = {"image_size": image_size, "mean": mean, "std": std}
         settings["positions"] = positions if adaptation == "film" else ()
         if last_maps and backbone != LITE0:

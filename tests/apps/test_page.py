@@ -25,6 +25,9 @@ from fewshot_mahalanobis.apps.page import make_page, serve
 from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 
+#: Pixels a side: the page does not depend on it, and the tests take a third of the time.
+SIZE = 128
+
 
 def test_the_command_serves_a_checkpoint_or_a_model_file_on_this_machine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,7 +61,7 @@ def test_the_command_serves_a_checkpoint_or_a_model_file_on_this_machine_alone(
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[str, list[Any]]]:
-    """The address of a page that starts from the default checkpoint, and where its process connected to."""
+    """The address of a page that starts from the default checkpoint at ``SIZE``, and where its process connected to."""
     connections: list[Any] = []
     connect = socket.socket.connect
 
@@ -67,7 +70,7 @@ def served() -> Iterator[tuple[str, list[Any]]]:
             connections.append(address[0])
         connect(self, address)
 
-    page = make_page(load_checkpoint("default"), device="cpu")
+    page = make_page(load_checkpoint("default").at_size(SIZE), device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", recorded)
         address = serve(page, wait=False)
@@ -122,7 +125,9 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
     broken.write_bytes(Path(digits["three"][0]).read_bytes()[:60])
     taught = {name: digits[name][:5] for name in ("three", "seven", "nine")}
     support = [file for group in taught.values() for file in group], [name for name in taught for _ in range(5)]
-    direct = SimpleCNAPSClassifier(device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 16).fit(*support)
+    direct = SimpleCNAPSClassifier(
+        image_size=SIZE, device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 16
+    ).fit(*support)
     queries = [digits["nine"][5], digits["seven"][5], digits["one"][5]]
     expected = direct.predict(queries).tolist()
 

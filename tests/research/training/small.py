@@ -33,10 +33,10 @@ def draw_colours(root: Path) -> str:
 
 
 def meta_recipe(folder: str, backbone: Path, **settings: Any) -> MetaTrainRecipe:
-    """Four steps of two 5-way 1-shot tasks, one validation."""
+    """Two steps of two 5-way 1-shot tasks, one validation."""
     small: dict[str, Any] = {
         "sources": (folder,),
-        "tasks": 8,
+        "tasks": 4,
         "tasks_per_step": 2,
         "episodes": "fixed",
         "shot": 1,

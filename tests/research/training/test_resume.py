@@ -24,7 +24,7 @@ from tests.research.training.small import PRETRAIN, draw_colours, meta_recipe
 
 KILLS = 3
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload([__name__])
+server.set_forkserver_preload([__name__, "torch._dynamo"])  # which the first step of a process imports
 
 
 def in_one_thread(train, recipe, output):

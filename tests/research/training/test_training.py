@@ -152,7 +152,7 @@ def test_a_backbone_that_has_to_tell_quarter_turns_learns_to(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(path)
     source = str(tmp_path / "source")
-    settings = {**PRETRAIN, "epochs": 10, "batch_size": 32, "peak_lr": 0.02, "rotation": 0.75}
+    settings = {**PRETRAIN, "epochs": 8, "batch_size": 32, "peak_lr": 0.02, "rotation": 0.75}
     settings |= {"image_size": 24, "phases": ((1.0, 24),)}
     pretrain(PretrainRecipe((source,), **settings), tmp_path / "run", device="cpu", progress=False)
     losses = [record["loss"] for record in log_of(tmp_path / "run")]
@@ -183,13 +183,14 @@ def test_the_mean_over_positions_is_the_output_for_the_features(folder):
 
 
 def test_a_dense_backbone_learns_the_classes(folder, tmp_path):
-    settings = {**PRETRAIN, "epochs": 20, "batch_size": 24, "peak_lr": 0.02, "dense": True}
+    settings = {**PRETRAIN, "epochs": 16, "batch_size": 24, "peak_lr": 0.02, "dense": True}
+    settings |= {"image_size": 24, "phases": ((1.0, 24),)}
     pretrain(PretrainRecipe((folder,), **settings), tmp_path, device="cpu", progress=False)
     assert log_of(tmp_path)[-1]["loss"] < 0.5 * math.log(6)
 
 
 def test_a_backbone_with_a_teacher_learns_its_features(folder, tmp_path):
-    settings = {**PRETRAIN, "epochs": 10, "batch_size": 24, "peak_lr": 0.02, "teacher": LITE0, "teacher_size": 32}
+    settings = {**PRETRAIN, "epochs": 8, "batch_size": 24, "peak_lr": 0.02, "teacher": LITE0, "teacher_size": 32}
     settings |= {"image_size": 24, "phases": ((1.0, 24),)}
     pretrain(PretrainRecipe((folder,), **settings), tmp_path, device="cpu", progress=False)
     losses = [record["loss"] for record in log_of(tmp_path)]
@@ -253,7 +254,7 @@ def test_better_is_better_on_at_least_half_of_the_sources():
 
 
 def test_meta_training_changes_the_adapters_alone_and_writes_a_checkpoint(folder, backbone, tmp_path):
-    recipe = meta_recipe(folder, backbone, validation=(folder,), feature_scale=2.0)
+    recipe = meta_recipe(folder, backbone, validation=(folder,), feature_scale=2.0, tasks=8)
     model = meta_train(recipe, tmp_path, device="cpu", progress=False)
     loaded = load_checkpoint(tmp_path / "checkpoint")
     assert loaded.config == model.config
@@ -289,7 +290,7 @@ def test_the_best_checkpoint_is_that_of_the_best_validation(folder, backbone, tm
     """Validation accuracies are played: 0.3, 0.6, 0.5, 0.2 after the four steps."""
     played = iter([0.3, 0.6, 0.5, 0.2])
     monkeypatch.setattr(meta_training, "validate", lambda *arguments, **options: {folder: next(played)})
-    recipe = meta_recipe(folder, backbone, validation=(folder,), validate_every=2)
+    recipe = meta_recipe(folder, backbone, validation=(folder,), validate_every=2, tasks=8)
     seen = []
     save = meta_training.CNAPSLearner.forward
 
