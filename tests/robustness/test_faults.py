@@ -505,7 +505,7 @@ def test_what_cuda_saved_loads_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def _fits_over_and_over() -> tuple[list[bool], list[int]]:
-    """Which of the earlier fits are alive after twenty-five, and what twenty of them added: threads, open files, objects."""
+    """Which earlier fits are alive after twenty-five, and what twenty of them added: threads, open files, objects."""
     classifier, support, queries = SimpleCNAPSClassifier(tiny_model()), pictures(8, 1), pictures(5, 2)
     earlier: list[weakref.ref[Any]] = []
     open_files = Path("/proc/self/fd")
