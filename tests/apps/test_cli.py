@@ -312,9 +312,10 @@ def test_names_that_standard_output_cannot_encode_are_written(photos, checkpoint
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    settings = ("--checkpoint", checkpoint, "--device", "cpu")
-    assert b"caf\xe9 3, \xe9\xb3\xa5 3" in written("fit", tmp_path / "photos", "-o", tmp_path / "m", *settings)
-    assert b"/caf\xe9/0.png,caf\xe9" in written("predict", tmp_path / "m", tmp_path / "photos")
+    run("fit", tmp_path / "photos", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+    said = written("predict", tmp_path / "m", tmp_path / "photos")
+    for line in (b"/caf\xe9/0.png,caf\xe9", b"/\xe9\xb3\xa5/0.png,\xe9\xb3\xa5"):
+        assert line in said
 
 
 def test_pictures_of_twelve_bits_are_read_over_the_range_that_was_given_to_fit(checkpoint, tmp_path):
