@@ -235,8 +235,7 @@ class ClassGaussians:
         """Q_k of every class, dense (k, d, d), in the working precision."""
         groups, shared = self._parts()
         if self.is_shared:
-            group = ClassGroup(groups[0].classes[:1], groups[0].means[:1], groups[0].roots[:1], 1.0)
-            return dense_covariance(group, shared, self.beta).expand(len(self.counts), -1, -1)
-        stacks = [dense_covariance(group, shared, self.beta) for group in groups]
-        dense = torch.cat(stacks)[by_class(groups)]
-        return (dense + dense.mT) / 2  # a product A^T A is symmetric but for its last bits
+            groups = [ClassGroup(groups[0].classes[:1], groups[0].means[:1], groups[0].roots[:1], 1.0)]
+        dense = torch.cat([dense_covariance(group, shared, self.beta) for group in groups])
+        dense = (dense + dense.mT) / 2  # a product A^T A is symmetric but for its last bits
+        return dense.expand(len(self.counts), -1, -1) if self.is_shared else dense[by_class(groups)]
