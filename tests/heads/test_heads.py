@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fewshot_mahalanobis import heads
 from fewshot_mahalanobis.gaussians import plda
 from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.gaussians.choose import choose_beta
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
@@ -545,3 +546,63 @@ def test_auto_of_one_shot_everywhere_has_the_priors_settings() -> None:
     assert choose_plda_settings(features, labels) == PldaSettings(variance * 10**1.5, 0.1, 0.0, 14.0, "task")
     assert choose_plda_settings(features, 0 * labels) == PldaSettings(variance * 10.0, 0.1, 0.0, 1.0, "within")
     assert choose_plda_settings(torch.ones(4, 3), labels.new_tensor([0, 0, 1, 1])).beta == 10**1.5
+
+
+def copied(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Three classes that overlap, of six examples, each four times but for noise; groups of the four; queries."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    labels, centres = torch.arange(3).repeat_interleave(6), 0.5 * draw(3, 12)
+    distinct, queries = draw(18, 12) + centres[labels], draw(5, 12)
+    x = distinct.repeat_interleave(4, dim=0) + 0.05 * draw(72, 12)
+    return x, labels.repeat_interleave(4), torch.arange(18).repeat_interleave(4), queries
+
+
+def test_the_mahalanobis_head_chooses_beta_without_whole_groups() -> None:
+    x, y, groups, queries = copied(2)
+    head = MahalanobisHead(RegularizedCovariance(beta="auto"), scale=0.5)
+    beta, alone = (choose_beta(head.covariance.settings, x, y, g).beta for g in (groups, None))
+    assert beta > 3 * alone  # alone, copies find one another where little is smoothed
+    fixed = MahalanobisHead(RegularizedCovariance(beta=beta), scale=0.5)
+    expected = fixed(x, y, queries)
+    for found in (
+        head.settled(x, y, groups)(x, y, queries),
+        head.logits(head.fit_groups(x, y, groups), queries),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for name in ("leave_one_out_logits", "common_distance"):
+        found, expected = (getattr(one, name)(x, y, groups) for one in (head, fixed))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_default_head_chooses_its_settings_without_whole_groups() -> None:
+    x, y, groups, queries = copied(2)
+    settings, alone = (choose_plda_settings(x, y, g) for g in (groups, None))
+    assert settings.beta > 1.5 * alone.beta
+    head, fixed = AutoHead(), AutoHead(settings)
+    assert head.settled(x, y, groups).settings == settings
+    for found, expected in (
+        (head.logits(head.fit_groups(x, y, groups), queries), fixed.logits(fixed.fit_groups(x, y, groups), queries)),
+        (head.leave_one_out_logits(x, y, groups), fixed.leave_one_out_logits(x, y, groups)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_settled_head_shares_nothing_with_the_first() -> None:
+    x, y, _ = make_task(0, [4, 3], 6)
+    head = MahalanobisHead(RegularizedCovariance(beta="auto"))
+    settled = head.settled(x, y)
+    assert head.covariance.settings.beta == "auto"
+    assert settled.covariance.settings.beta != "auto"
+    assert head.settled(x, y).covariance is not settled.covariance
+
+
+def test_the_common_distance_is_that_to_the_span_of_the_other_groups_over_beta() -> None:
+    x, y, _ = make_task(2, [3, 4], 16, dtype=torch.float64)
+    groups, first = torch.tensor([0, 0, 1, 2, 2, 3, 4]), [0, 2, 3, 5, 6]  # the first of a group stands for it
+    common = MahalanobisHead(RegularizedCovariance(beta=0.3), scale=0.5).common_distance(x, y, groups)
+    for i, group in enumerate(groups.tolist()):
+        others = x[[row for number, row in enumerate(first) if number != group]]
+        span, offset = (others - others[0]).T, x[first[group]] - others[0]
+        outside = offset - span @ torch.linalg.lstsq(span, offset[:, None], driver="gelsd").solution[:, 0]
+        torch.testing.assert_close(common[i], 0.5 / 0.3 * outside.square().sum(), rtol=1e-9, atol=0)
