@@ -173,7 +173,8 @@ def run_session(root: Path) -> dict[str, tuple[int, str]]:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             patch.chdir(root)
             warnings.resetwarnings()
-            warnings.simplefilter("ignore", DeprecationWarning)  # as Python does outside tests
+            for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+                warnings.simplefilter("ignore", kind)  # as Python does outside tests
             result = CliRunner(env=environment).invoke(app, arguments)
         return result.exit_code, result.output
 
