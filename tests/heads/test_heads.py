@@ -552,9 +552,9 @@ def copied(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Three classes that overlap, of six examples, each four times but for noise; groups of the four; queries."""
     generator = torch.Generator().manual_seed(seed)
     draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
-    labels, centres = torch.arange(3).repeat_interleave(6), 0.5 * draw(3, 12)
-    distinct, queries = draw(18, 12) + centres[labels], draw(5, 12)
-    x = distinct.repeat_interleave(4, dim=0) + 0.05 * draw(72, 12)
+    labels, centres = torch.arange(3).repeat_interleave(6), 0.5 * draw(3, 24)
+    distinct, queries = draw(18, 24) + centres[labels], draw(5, 24)
+    x = distinct.repeat_interleave(4, dim=0) + 0.05 * draw(72, 24)
     return x, labels.repeat_interleave(4), torch.arange(18).repeat_interleave(4), queries
 
 
@@ -572,6 +572,7 @@ def test_the_mahalanobis_head_chooses_beta_without_whole_groups() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     for name in ("leave_one_out_logits", "common_distance"):
         found, expected = (getattr(one, name)(x, y, groups) for one in (head, fixed))
+        assert expected.abs().max() > 0.1  # with more entries than examples, so that something is common
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
