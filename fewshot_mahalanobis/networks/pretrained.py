@@ -69,7 +69,7 @@ def is_pretrained_name(name: str) -> bool:
 
 def is_timm_name(name: str) -> bool:
     """Whether timm has a network of this name, by itself. ImportError if timm is absent."""
-    # No such name has a slash: a path is told without importing timm, which takes seconds.
+    # timm's names have no slash, so a path is recognised without importing timm, which takes seconds.
     return "/" not in name and bool(_timm().is_model(name))
 
 

@@ -209,7 +209,7 @@ def test_covariances_are_symmetric_with_eigenvalues_of_at_least_beta(search: Sea
         smallest = torch.linalg.eigvalsh(q.double())[:, 0]
         assert (smallest >= covariance.settings.ridge * (1 - 1e-4) - rounding).all()
 
-    # The product of two rows of 9 entries whose last bits differ above and below the diagonal, on some processors.
+    # On some processors the last bits of this A^T A differ above and below the diagonal.
     rows = [[0.5530395572622416, 0.75, *[0.0] * 7], *[[0.0] * 9] * 7]
     shared = RegularizedCovariance(prior_shots=math.inf), task_of(rows, [2, 3, 3, 3, 3, 0, 1, 3], [[0.0] * 9])
     search.of_covariance(holds, covariances(), tasks(), [shared])
