@@ -32,11 +32,12 @@ class Conv2dSame(nn.Conv2d):
         return total // 2, total - total // 2
 
 
-#: Activation -> its name and its numbers in oneDNN, and the function, in place.
+#: Activation -> its name and its numbers in oneDNN, and the function. ReLU6 is not in place: that form takes an exporter
+#: to ONNX as long as all other operations of the network together.
 _ACTIVATIONS: dict[str, tuple[str, list[float], Callable[[Tensor], Tensor]]] = {
     "none": ("none", [], lambda x: x),
     "relu": ("relu", [], F.relu_),
-    "relu6": ("hardtanh", [0.0, 6.0], lambda x: F.hardtanh_(x, 0.0, 6.0)),
+    "relu6": ("hardtanh", [0.0, 6.0], lambda x: F.hardtanh(x, 0.0, 6.0)),
 }
 
 

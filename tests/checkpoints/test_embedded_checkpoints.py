@@ -72,7 +72,7 @@ def test_the_demo_reports_and_draws_and_on_its_digits_an_unseen_domain_adapting_
 def test_readme_accuracies_hold_on_fresh_episodes(model, name):
     """Few other episodes than the table's; the mean must lie within their joint interval of its figure."""
     variant = Variant(True, model.config["head"])
-    source = load_source(f"{DATA}/{name}", size=model.image_size)
+    source = load_source(f"{DATA}/{name}", size=model.image_size, lazy=True)
     accuracies = evaluate_source(model, source, [variant], queries=3, episodes=5, seed=1234)[variant]
     mean, half_width = available_checkpoints()["default"].accuracies[f"{source.name}, 5-way 5-shot"]
     found = Accuracy.of(accuracies)

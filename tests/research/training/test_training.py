@@ -145,14 +145,14 @@ def test_images_decoded_when_asked_for_are_the_same_and_give_no_warning(folder):
 def test_a_backbone_that_has_to_tell_quarter_turns_learns_to(tmp_path):
     """Only the rotation can be learnt: both classes are noise with a bright upper half."""
     rng = np.random.default_rng(0)
-    pictures = rng.integers(0, 120, (64, 24, 24, 3), dtype=np.uint8)
+    pictures = rng.integers(0, 120, (48, 24, 24, 3), dtype=np.uint8)
     pictures[:, :12] += 120
     for number, picture in enumerate(pictures):
         path = tmp_path / "source" / f"c{number % 2}" / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(path)
     source = str(tmp_path / "source")
-    settings = {**PRETRAIN, "epochs": 8, "batch_size": 32, "peak_lr": 0.02, "rotation": 0.75}
+    settings = {**PRETRAIN, "epochs": 6, "batch_size": 24, "peak_lr": 0.02, "rotation": 0.75}
     settings |= {"image_size": 24, "phases": ((1.0, 24),)}
     pretrain(PretrainRecipe((source,), **settings), tmp_path / "run", device="cpu", progress=False)
     losses = [record["loss"] for record in log_of(tmp_path / "run")]
@@ -183,14 +183,14 @@ def test_the_mean_over_positions_is_the_output_for_the_features(folder):
 
 
 def test_a_dense_backbone_learns_the_classes(folder, tmp_path):
-    settings = {**PRETRAIN, "epochs": 16, "batch_size": 24, "peak_lr": 0.02, "dense": True}
+    settings = {**PRETRAIN, "epochs": 8, "batch_size": 24, "peak_lr": 0.02, "dense": True}
     settings |= {"image_size": 24, "phases": ((1.0, 24),)}
     pretrain(PretrainRecipe((folder,), **settings), tmp_path, device="cpu", progress=False)
     assert log_of(tmp_path)[-1]["loss"] < 0.5 * math.log(6)
 
 
 def test_a_backbone_with_a_teacher_learns_its_features(folder, tmp_path):
-    settings = {**PRETRAIN, "epochs": 8, "batch_size": 24, "peak_lr": 0.02, "teacher": LITE0, "teacher_size": 32}
+    settings = {**PRETRAIN, "epochs": 5, "batch_size": 24, "peak_lr": 0.02, "teacher": LITE0, "teacher_size": 32}
     settings |= {"image_size": 24, "phases": ((1.0, 24),)}
     pretrain(PretrainRecipe((folder,), **settings), tmp_path, device="cpu", progress=False)
     losses = [record["loss"] for record in log_of(tmp_path)]
