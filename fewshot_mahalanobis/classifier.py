@@ -30,7 +30,7 @@ from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.networks.task import MAX_CPU_PIXELS, AdaptedNetwork, AdaptedTask
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.support_set.calibration import check_settings
 from fewshot_mahalanobis.support_set.copies import checked_groups, copies_found, near_copies, warn_of_copies
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
@@ -324,9 +324,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
 
     def _query_batches(self, X: Any, name: str) -> ImageBatches:
         batches = self._batches(X, self.model_.image_size, name)
-        if self.device_.type == "cpu":  # as many as the network takes at a time, so that it soon has the first
-            batches.batch_size = min(batches.batch_size, max(1, MAX_CPU_PIXELS // batches.size**2))
-            batches.ahead = None
+        # On a CPU the network has all cores, and all of its threads would wait for the one whose core decodes.
+        batches.ahead = self.device_.type != "cpu"
         return batches
 
     def _batches(self, X: Any, size: int, name: str) -> ImageBatches:

@@ -11,7 +11,6 @@ All decoding of the package goes through :func:`decode_batches`: in threads, in 
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -60,7 +59,7 @@ def decoding_threads(n_jobs: int | None) -> int:
 
 
 def decode_batches(
-    decode: Callable[[Item], Result], batches: Iterable[Sequence[Item]], *, threads: int, ahead: bool | None = False
+    decode: Callable[[Item], Result], batches: Iterable[Sequence[Item]], *, threads: int, ahead: bool = False
 ) -> Generator[list[Result], None, None]:
     """Decode batches of items in threads, in order. Closing the generator ends the threads.
 
@@ -71,16 +70,15 @@ def decode_batches(
     batches : iterable of sequences
         Advanced when the decoding of a batch starts.
     threads : int
-    ahead : bool or None, default=False
-        Decode the next batch, and no more, while the caller works on one. None does so from the second batch on if the
-        first took longer to decode than half the time that the caller worked on it.
+    ahead : bool, default=False
+        Decode the next batch, and no more, while the caller works on one.
 
     Yields
     ------
     list
         Results of one batch, in the order of its items.
     """
-    if threads < 2 and ahead is False:
+    if threads < 2 and not ahead:
         for batch in batches:
             yield [decode(item) for item in batch]
         return
@@ -89,19 +87,14 @@ def decode_batches(
         return [decode(item) for item in items]
 
     waiting: deque[list[Future[list[Result]]]] = deque()
-    start = time.perf_counter()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
     try:
         for batch in batches:
             length = max(1, -(-len(batch) // (_TASKS_PER_THREAD * threads)))
             parts = [batch[start : start + length] for start in range(0, len(batch), length)]
             waiting.append([pool.submit(decode_all, part) for part in parts])
-            if len(waiting) > bool(ahead):
-                results = [result for task in waiting.popleft() for result in task.result()]
-                decoded = time.perf_counter()
-                yield results
-                if ahead is None:
-                    ahead = decoded - start > (time.perf_counter() - decoded) / 2
+            if len(waiting) > ahead:
+                yield [result for task in waiting.popleft() for result in task.result()]
         while waiting:
             yield [result for task in waiting.popleft() for result in task.result()]
     finally:
@@ -131,9 +124,8 @@ class ImageBatches:
     n_jobs : int, optional
         Decoding threads, counted as scikit-learn does (-1: all cores). Default: the usable cores, at
         most 4.
-    ahead : bool or None, default=True
-        Decode the next batch while one is in use. False is faster where the caller keeps all cores busy and decoding is
-        quick; None finds out by the first batch.
+    ahead : bool, default=True
+        Decode the next batch while one is in use. False is faster where the caller keeps all cores busy.
     on_error : callable, optional
         Called with the :class:`ImageError` of each image that cannot be used, which is then left out of its batch.
         By default the first such error is raised.
@@ -164,7 +156,7 @@ class ImageBatches:
         *,
         batch_size: int = 64,
         n_jobs: int | None = None,
-        ahead: bool | None = True,
+        ahead: bool = True,
         on_error: Callable[[ImageError], object] | None = None,
         value_range: tuple[float, float] | None = None,
         progress: str | None = None,

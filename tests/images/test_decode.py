@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -242,7 +241,7 @@ def test_the_same_lazily_opened_image_may_stand_in_a_list_often(tmp_path: Path) 
     assert torch.equal(tensor, tensor_of([pixels]).expand_as(tensor))
 
 
-@pytest.mark.parametrize("ahead", [True, False, None])
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_more_than_the_batch_in_use_and_the_next_are_decoded(ahead: bool, threads: int) -> None:
     decoded: list[int] = []
@@ -254,23 +253,8 @@ def test_no_more_than_the_batch_in_use_and_the_next_are_decoded(ahead: bool, thr
     batches = [range(start, start + 5) for start in range(0, 50, 5)]
     for number, results in enumerate(decode_batches(decode, batches, threads=threads, ahead=ahead)):
         assert results == [2 * item for item in batches[number]]
-        assert len(decoded) <= 5 * (number + 1 + (ahead is not False))
+        assert len(decoded) <= 5 * (number + 1 + ahead)
     assert sorted(decoded) == list(range(50))
-
-
-@pytest.mark.parametrize("slow", ["decoding", "the caller"])
-def test_decoding_goes_ahead_where_it_is_the_slower_part(slow: str) -> None:
-    decoded: list[int] = []
-
-    def decode(item: int) -> int:
-        time.sleep(0.05 * (slow == "decoding"))
-        decoded.append(item)
-        return item
-
-    for number, _ in enumerate(decode_batches(decode, [[0], [1], [2], [3]], threads=1, ahead=None)):
-        time.sleep(0.2 if slow == "the caller" or number else 0)
-        if number:
-            assert len(decoded) == min(4, number + (2 if slow == "decoding" else 1))
 
 
 def test_an_error_of_decoding_is_raised_where_its_batch_is_due() -> None:
