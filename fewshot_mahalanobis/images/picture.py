@@ -1,7 +1,7 @@
 """One picture of any kind as a square of 8-bit RGB, as the networks read it.
 
 1. A JPEG is decoded at the smallest of the scales 1/8, 1/4, 1/2 and 1 that leaves both sides at least twice as long as
-   the square's, which takes half the time for a photograph of 12 megapixels.
+   the square's, which takes a third of the time for a photograph of 12 megapixels.
 2. Its EXIF orientation is applied, deeper values become 8 bits, transparent pixels become white.
 3. Blocks of 2^k x 2^k pixels become their mean, k as large as leaves both sides at least twice as long as the square's.
    Reading a JPEG at a smaller scale gives nearly the same.

@@ -38,7 +38,7 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path):
     lines += [f'backbone = "{recipe.backbone}"', f'sources = ["{folder}"]', f'validation = ["{folder}"]', "shot = 1"]
     (tmp_path / "recipe.toml").write_text("\n".join([*lines, "[model]", "image_size = 32"]))
 
-    # What ``accelerate launch`` or ``torchrun`` sets for each process, without the time that it takes to start.
+    # What ``accelerate launch`` sets for each process; to start the launcher too would take seconds.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[3]), environment.get("PYTHONPATH", "")])
