@@ -26,7 +26,7 @@ def run(record: Record) -> list[Table]:
     files = 4 if record.quick else FILES
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        draw(folder, files)
+        draw(folder, files, SIZE)
         t = record.value("seconds", lambda: _seconds(folder, record.repeats))
         peak = record.value("memory", lambda: in_own_process("photographs", folder))
     rows = [[title, show([s / files for s in t[key]]), ratio(t[key], t["predict"])] for key, title in TITLES.items()]
@@ -48,10 +48,10 @@ TITLES = {
 }
 
 
-def draw(folder: Path, count: int) -> None:
+def draw(folder: Path, count: int, size: tuple[int, int]) -> None:
     """Cut pieces out of scikit-learn's photographs, enlarge them, add noise: files of about 2 MB."""
     rng = np.random.default_rng(0)
-    width, height = SIZE
+    width, height = size
     noise = rng.normal(0, 9, (height, width, 3)).astype(np.float32)
     photographs = load_sample_images().images
     for index in range(count):
@@ -59,7 +59,7 @@ def draw(folder: Path, count: int) -> None:
         share, (left, top) = rng.uniform(0.5, 1), rng.uniform(0, 0.5, 2)
         corner = left * (1 - share) * picture.width, top * (1 - share) * picture.height
         box = (*corner, corner[0] + share * picture.width, corner[1] + share * picture.height)
-        large = np.asarray(picture.resize(SIZE, Image.Resampling.BICUBIC, box=box), np.float32)
+        large = np.asarray(picture.resize(size, Image.Resampling.BICUBIC, box=box), np.float32)
         noisy = large + np.roll(noise, int(rng.integers(width)), axis=1)
         Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8)).save(folder / f"{index:04}.jpg", quality=85)
 

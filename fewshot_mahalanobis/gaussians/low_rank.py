@@ -371,7 +371,9 @@ Metric = CholeskyMetric | LowRankMetric
 def make_metric(group: ClassGroup, shared: SharedCovariance, beta: float) -> Metric:
     """Factor the covariances of a group of classes."""
     rows, d = group.roots.shape[1:]
-    if len(shared.rows) and shared.is_wide and rows + 1 >= d:
+    # Without S, I + F_k F_k^T has an eigenvalue near 1 even where Sigma_k has none near 0: thin factors lose digits.
+    dense = shared.is_wide and rows + 1 >= d if len(shared.rows) else rows >= d
+    if dense:
         return CholeskyMetric(group.means, cholesky(dense_covariance(group, shared, beta)))
     whitening = _whitening(shared, group.shared_weight, beta)
     means = whitening(group.means)
