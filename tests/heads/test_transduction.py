@@ -31,9 +31,9 @@ def softmax(row):
     return e / e.sum()
 
 
-def naive_weights(logits, counts):
+def naive_weights(logits, counts, temperature):
     """0.3 times the probabilities, a class's sum cut to three times its support images."""
-    w = 0.3 * np.array([softmax(row) for row in logits])
+    w = 0.3 * np.array([softmax(row / temperature) for row in logits])
     for k, count in enumerate(counts):
         if w[:, k].sum() > 3 * count:
             w[:, k] *= 3 * count / w[:, k].sum()
@@ -76,10 +76,10 @@ def naive_auto(x, y, q, w, settings):
     return logits
 
 
-def naive(step, start, y):
+def naive(step, start, y, temperature):
     logits, counts = start, np.bincount(y)
     for number in range(1, 11):
-        before, logits = logits.argmax(1), step(naive_weights(logits, counts))
+        before, logits = logits.argmax(1), step(naive_weights(logits, counts, temperature))
         if number >= 2 and (logits.argmax(1) == before).all():
             break
     return logits
@@ -88,20 +88,21 @@ def naive(step, start, y):
 @pytest.mark.parametrize("width", [3, 60])  # more and fewer than the points
 @pytest.mark.parametrize("shots", [[1, 1, 1], [5, 5, 5], [1, 2, 7]])
 @pytest.mark.parametrize("name", ["auto", "square roots", "mahalanobis"])
-def test_logits_equal_a_plain_loop(name, shots, width):
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_logits_equal_a_plain_loop(temperature, name, shots, width):
     x, y, q = task(0, shots, width)
     head = MahalanobisHead() if name == "mahalanobis" else AutoHead()
     if name == "square roots":
         x, q = x.relu(), q.relu()
         head = AutoHead(dataclasses.replace(AutoHead().fit(x, y).settings, power=0.5))
     state = head.fit(x, y)
-    found = head.transductive_logits(state, x, y, q).numpy()
+    found = head.transductive_logits(state, x, y, q, temperature).numpy()
     start = head.logits(state, q).numpy()
     x, y, q = x.numpy(), y.numpy(), q.numpy()
     if name != "mahalanobis":
-        expected = naive(lambda w: naive_auto(x, y, q, w, state.settings), start, y)
+        expected = naive(lambda w: naive_auto(x, y, q, w, state.settings), start, y, temperature)
     else:
-        expected = naive(lambda w: naive_mahalanobis(x, y, q, w), start, y)
+        expected = naive(lambda w: naive_mahalanobis(x, y, q, w), start, y, temperature)
     np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-7)
     assert not np.allclose(found, start)
 
@@ -133,6 +134,13 @@ def test_no_queries_have_no_logits():
     x, y, q = task(3, [1, 2], 4)
     head = AutoHead()
     assert head.transductive_logits(head.fit(x, y), x, y, q[:0]).shape == (0, 2)
+
+
+@pytest.mark.parametrize("head", [AutoHead(), MahalanobisHead()])
+def test_queries_of_another_width_are_refused(head):
+    x, y, q = task(3, [2, 2], 4)
+    with pytest.raises(ValueError, match="query features"):
+        head.transductive_logits(head.fit(x, y), x, y, q[:, :3])
 
 
 def test_other_heads_are_refused():

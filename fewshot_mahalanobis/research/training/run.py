@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Name of the synthetic source of :mod:`fewshot_mahalanobis.research.data.glyphs`.
 GLYPHS = "glyphs"
+#: Most pixels a side to draw them at: 8,000 of 288 would take five minutes and two gigabytes. Tasks enlarge them.
+MOST_GLYPH_PIXELS = 160
 
 
 def start_processes(device: str) -> Accelerator:
@@ -78,7 +80,7 @@ def open_training_source(source: str, *, root: str | None, size: int, lazy: bool
         from fewshot_mahalanobis.research.data.glyphs import draw_glyphs
     except ImportError as error:
         raise ImportError(f'drawing glyphs needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
-    return draw_glyphs(size=size)
+    return draw_glyphs(size=min(size, MOST_GLYPH_PIXELS))
 
 
 class RunFolder:

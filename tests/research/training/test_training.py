@@ -40,7 +40,7 @@ from fewshot_mahalanobis.research.training.pretrain import (
     pretrain,
 )
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe
-from fewshot_mahalanobis.research.training.run import RunFolder, resnet18_weights
+from fewshot_mahalanobis.research.training.run import RunFolder, open_training_source, resnet18_weights
 from fewshot_mahalanobis.research.training.tasks import TrainingTasks
 from fewshot_mahalanobis.research.training.validation import better_on_most
 from tests.research.training.small import PRETRAIN, draw_colours, meta_recipe
@@ -49,6 +49,12 @@ from tests.research.training.small import PRETRAIN, draw_colours, meta_recipe
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return draw_colours(tmp_path_factory.mktemp("sources") / "colours")
+
+
+@pytest.mark.parametrize(("wanted", "drawn"), [(96, 96), (288, 160)])
+def test_glyphs_are_drawn_no_larger_than_drawing_thousands_allows(monkeypatch, wanted, drawn):
+    monkeypatch.setattr("fewshot_mahalanobis.research.data.glyphs.draw_glyphs", lambda size: size)
+    assert open_training_source("glyphs", root=None, size=wanted, lazy=False) == drawn
 
 
 @pytest.fixture(scope="module")
