@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fewshot_mahalanobis.gaussians.groups import (
 from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings, leave_one_out_plda_logits
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
-from fewshot_mahalanobis.gaussians.temperature import temperature_fit
+from fewshot_mahalanobis.gaussians.temperature import fit_temperature, temperature_fit
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
 from tests import reference
 from tests.drawn_tasks import make_task
@@ -106,48 +107,112 @@ def test_a_group_whose_removal_is_lost_to_rounding_is_refused() -> None:
         leave_one_out_distance(CovarianceSettings(), features, labels, torch.tensor([0, 1, 2, 3, 4, 5, 5]))
 
 
-def naive_choice(task: Task) -> PldaSettings:
-    """What ``choose_plda_settings`` promises for equal effective shots and features of both signs, by refitting."""
+def naive_fit(task: Task, beta: float, share: float = 0.0) -> tuple[PldaSettings, float, float]:
+    """Settings that suit a beta and f = share * t, by refitting; their loss, and its sum over means of classes."""
     x, labels, groups = task
     k, weights = int(labels.max()) + 1, 1 / (groups[:, None] == groups).sum(dim=1).double()
-    sizes = [(groups[labels == label].bincount()).double() for label in range(k)]
+    sizes = [groups[labels == label].bincount().double() for label in range(k)]
     effective = torch.stack([size.sum() ** 2 / size.square().sum() for size in sizes])
 
-    def inverse(rows: Tensor, beta: float) -> Tensor:
-        return torch.linalg.inv(reference.pooled_covariance(x[rows], labels[rows]) + beta * torch.eye(x.shape[1]))
+    def inverse(rows: Tensor) -> Tensor:
+        _, renumbered = labels[rows].unique(return_inverse=True)
+        return torch.linalg.inv(reference.pooled_covariance(x[rows], renumbered) + beta * torch.eye(x.shape[1]))
 
-    def fitted(beta: float) -> tuple[PldaSettings, float]:
-        own = []
-        for i in range(len(x)):
-            rest = groups != groups[i]
-            others = rest & (labels == labels[i])
+    own, told = torch.zeros(len(x), dtype=torch.float64), torch.zeros(len(x), dtype=torch.bool)
+    for i in range(len(x)):
+        rest = groups != groups[i]
+        others = rest & (labels == labels[i])
+        told[i] = others.any()
+        if told[i]:
             number = groups[others].bincount().double()
             z = x[i] - x[others].mean(dim=0)
-            own.append(z @ inverse(rest, beta) @ z / (1 + number.square().sum() / number.sum() ** 2))
-        distance = float((weights * torch.stack(own)).sum() / weights.sum())
-        means = torch.stack([x[labels == label].mean(dim=0) for label in range(k)])
-        centred = means - means.mean(dim=0)
-        between = float((centred @ inverse(labels >= 0, beta) * centred).sum(dim=1).mean()) * k / (k - 1)
-        spread = (between - distance * float((1 / effective).mean())) / distance
-        of_beta = PldaSettings(beta, min(max(spread, 0.01), 1e4), 0.0, 1.0, "within")
-        logits = without_groups(task, -torch.inf, of_head(AutoHead(of_beta)))
-        fit = temperature_fit(logits, labels, 0.25 / k, weights)
-        return PldaSettings(beta, of_beta.spread, 0.0, 1 / fit.temperature, "within"), fit.loss * float(weights.sum())
+            own[i] = z @ inverse(rest) @ z / (1 + number.square().sum() / number.sum() ** 2)
+    distance = float((weights * own)[told].sum() / weights[told].sum())
+    means = torch.stack([x[labels == label].mean(dim=0) for label in range(k)])
+    centred = means - means.mean(dim=0)
+    between = float((centred @ inverse(labels >= 0) * centred).sum(dim=1).mean()) * k / (k - 1)
+    spread = (between - distance * float((1 / effective).mean())) / distance
+    of_beta = PldaSettings(beta, min(max(spread, 0.01), 1e4), share * distance, 1.0, "within")
+    logits = without_groups(task, -torch.inf, of_head(AutoHead(of_beta)))
+    fit = temperature_fit(logits, labels, 0.25 / k, weights)
+    losses = weights * torch.nn.functional.cross_entropy(logits / fit.temperature, labels, reduction="none")
+    of_classes = [
+        losses[told & (labels == label)].sum() / weights[told & (labels == label)].sum()
+        for label in labels[told].unique()
+    ]
+    total = fit.loss * float(weights[told].sum())
+    return replace(of_beta, scale=1 / fit.temperature), total, float(sum(of_classes))
 
-    unit, exponents = float(x.var(dim=0).mean()), torch.linspace(-1, 2, 7, dtype=torch.float64)
-    losses = torch.tensor([fitted(unit * 10**exponent)[1] for exponent in exponents.tolist()])
-    posterior = torch.softmax(torch.distributions.Normal(1.0, 0.35).log_prob(exponents) - losses, dim=0)
-    return fitted(unit * 10 ** float(posterior @ exponents))[0]
+
+def naive_choice(task: Task) -> PldaSettings:
+    """What ``choose_plda_settings`` promises, by refitting."""
+    x, labels, groups = task
+    power = 1.0
+    if (x >= 0).all():
+        few = torch.isin(labels, labels.bincount().argsort(descending=True, stable=True)[:10])
+        of_few = labels[few].unique(return_inverse=True)[1]
+        losses = {
+            power: naive_fit((x[few] ** power, of_few, groups[few]), 10 * float((x[few] ** power).var(dim=0).mean()))[1]
+            for power in (1.0, 0.5)
+        }
+        power = min(losses, key=lambda power: losses[power])
+        task = x**power, labels, groups
+    unit, exponents = float(task[0].var(dim=0).mean()), torch.linspace(-1, 2, 7, dtype=torch.float64)
+    losses_at = torch.tensor([naive_fit(task, unit * 10**exponent)[1] for exponent in exponents.tolist()])
+    posterior = torch.softmax(torch.distributions.Normal(1.0, 0.35).log_prob(exponents) - losses_at, dim=0)
+    beta, share = unit * 10 ** float(posterior @ exponents), 0.0
+    if len(effective_counts(labels, groups)[0].unique()) > 1:
+        shares = torch.linspace(0, 1, 6, dtype=torch.float64)
+        losses_at = 5 * torch.tensor([naive_fit(task, beta, share)[2] for share in shares.tolist()])
+        share = float(torch.softmax(torch.distributions.Normal(0.0, 0.2).log_prob(shares) - losses_at, dim=0) @ shares)
+    return replace(naive_fit(task, beta, share)[0], power=power)
 
 
-@pytest.mark.parametrize("groups", [[0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 7, 8], [0, 1, 2, 2, 3, 0, 4, 4, 5, 5, 6, 7]])
-def test_plda_settings_are_those_that_refitting_without_each_group_says(groups: list[int]) -> None:
-    x, _, _ = make_task(3, [4, 4, 4], 8, dtype=torch.float64)
-    task = x + torch.arange(3).repeat_interleave(4)[:, None], torch.arange(3).repeat_interleave(4), torch.tensor(groups)
+@pytest.mark.parametrize(
+    ("shots", "groups"),
+    [
+        ([4, 4, 4], [0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 7, 8]),
+        ([4, 4, 4], [0, 1, 2, 2, 3, 0, 4, 4, 5, 5, 6, 7]),
+        ([5, 3, 4], [0, 1, 2, 0, 3, 4, 0, 5, 1, 6, 7, 6]),  # unequal; three in one group
+        ([3, 4, 2], [0, 1, 2, 3, 4, 4, 5, 6, 6]),  # a class that is one group
+        ([3] * 10 + [2, 2], [0, 0, *range(1, 33)]),  # more classes than choose the power
+    ],
+)
+@pytest.mark.parametrize("kind", ["of both signs", "even", "skewed"])
+def test_plda_settings_are_those_that_refitting_without_each_group_says(
+    shots: list[int], groups: list[int], kind: str
+) -> None:
+    x, labels, _ = make_task(3, shots, 8, dtype=torch.float64)
+    x = x + labels[:, None]
+    if kind != "of both signs":
+        x = x - x.min() if kind == "even" else x.exp()
+    task = x, labels, torch.tensor(groups)
     found, expected = choose_plda_settings(*task), naive_choice(task)
     assert found.shared == "within"
-    for name in ("beta", "spread", "freedom", "scale"):
+    for name in ("power", "beta", "spread", "freedom", "scale"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5), name
+
+
+@pytest.mark.parametrize("groups", [None, [0, 0, 1, 2, 2, 3], [0, 1, 2, 2, 0, 2], [0, 0, 0, 1, 1, 2]])
+@pytest.mark.parametrize("shots", [[3, 2, 1], [6], [1] * 6])
+@pytest.mark.parametrize("shared", ["within", "task"])
+def test_a_head_with_given_settings_equals_refitting_without_each_group(
+    groups: list[int] | None, shots: list[int], shared: str
+) -> None:
+    x, labels, _ = make_task(2, shots, 4, dtype=torch.float64)
+    head, given = AutoHead(PldaSettings(0.7, 0.9, 1.3, 0.5, shared)), groups and torch.tensor(groups)
+    task = x, labels, torch.arange(6) if given is None else given
+    torch.testing.assert_close(
+        head.leave_one_out_logits(x, labels, given), without_groups(task, -torch.inf, of_head(head))
+    )
+
+
+def test_copies_are_no_further_reason_for_a_temperature() -> None:
+    logits, labels = torch.tensor([[3.0, 0.0], [0.0, 3.0], [0.0, 2.0]], dtype=torch.float64), torch.tensor([0, 1, 0])
+    assert 0.5 < temperature_fit(logits, labels, 0.125).gain < 1
+    twice = torch.cat([logits, logits]), torch.cat([labels, labels])
+    assert fit_temperature(*twice) > 1
+    assert fit_temperature(*twice, torch.full((6,), 0.5)) == 1.0
 
 
 def test_beta_is_what_left_out_groups_and_the_prior_make_most_probable() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from dataclasses import replace
@@ -605,3 +606,34 @@ def test_the_common_distance_is_that_to_the_span_of_the_other_groups_over_beta()
         span, offset = (others - others[0]).T, x[first[group]] - others[0]
         outside = offset - span @ torch.linalg.lstsq(span, offset[:, None], driver="gelsd").solution[:, 0]
         torch.testing.assert_close(common[i], 0.5 / 0.3 * outside.square().sum(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        AutoHead(),
+        AutoHead(FIXED),
+        MahalanobisHead(RegularizedCovariance(0.3, shared="within", prior_shots=2.0), scale=0.5),
+        EuclideanHead(),
+    ],
+)
+def test_a_description_makes_the_same_head(task, head):
+    description = json.loads(json.dumps(heads.describe_head(head)))
+    again = heads.head_from_description(description)
+    assert type(again) is type(head)
+    assert heads.describe_head(again) == description
+    torch.testing.assert_close(again(*task), head(*task), rtol=0, atol=0)
+
+
+def test_what_no_description_makes_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"a LinearHead object as head cannot be written: .* name one of"):
+        heads.describe_head(LinearHead())
+    with pytest.raises(ValueError, match=r"head must be one of \['auto', .*, got 'nearest'"):
+        heads.head_from_description({"name": "nearest"})
+
+
+def test_repr_names_settings_beyond_the_paper_where_they_are_used():
+    assert "shared" not in repr(RegularizedCovariance(2.0))
+    text = repr(RegularizedCovariance(2.0, shared="within", prior_shots=3.0))
+    for part in ("beta=2.0", "shared='within'", "prior_shots=3.0"):
+        assert part in text
