@@ -19,7 +19,7 @@ from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
-#: Images in work at a time: few, as the classifier waits for the first of them.
+#: Images that are decoded at a time beside other work: few, as it waits for the first of them.
 _BATCH = 16
 
 
@@ -67,9 +67,10 @@ def fit_files(
     """
     checkpoint = classifier.checkpoint
     model = checkpoint if isinstance(checkpoint, SimpleCNAPS) else load_checkpoint(checkpoint)
+    size = model.image_size if classifier.image_size is None else classifier.image_size
     problems: dict[Path, str] = {}
     pixels, indices = list[NDArray[np.uint8]](), list[int]()
-    for batch in _batches(paths, model.image_size, problems, "reading", classifier.value_range).decoded():
+    for batch in _batches(classifier, paths, size, problems, "reading", _BATCH).decoded():
         pixels.append(batch.pixels)
         indices += batch.indices
     readable = [labels[index] for index in indices]
@@ -111,12 +112,13 @@ def predict_files(
     UnreadableImages
         Images cannot be read and ``skip_errors`` is False, or none can be read. It lists all of them.
     """
-    classes = classifier.classes_.tolist()
+    classes, size = classifier.classes_.tolist(), classifier.model_.image_size
     predictions: list[Prediction] = []
     problems: dict[Path, str] = {}
-    for batch in _batches(
-        paths, classifier.model_.image_size, problems, "predicting", classifier.value_range
-    ).decoded():
+    on_cpu = classifier.device_.type == "cpu"
+    batches = _batches(classifier, paths, size, problems, "predicting", classifier.batch_size if on_cpu else _BATCH)
+    batches.ahead = not on_cpu  # as in ``SimpleCNAPSClassifier.predict``
+    for batch in batches.decoded():
         if problems and not skip_errors:
             continue  # only to find the other images that cannot be read
         answers = classifier.predict_all(batch)
@@ -153,11 +155,12 @@ def to_json(predictions: Iterable[Prediction], proba: bool, top_k: int) -> str:
 
 
 def _batches(
+    classifier: SimpleCNAPSClassifier,
     paths: Sequence[Path],
     size: int,
     problems: dict[Path, str],
     progress: str,
-    value_range: tuple[float, float] | None,
+    batch_size: int,
 ) -> ImageBatches:
     """Batches of image files; files that cannot be read are left out and entered in ``problems``."""
 
@@ -168,9 +171,9 @@ def _batches(
     return ImageBatches(
         paths,
         size,
-        batch_size=_BATCH,
+        batch_size=batch_size,
         on_error=record,
-        value_range=value_range,
+        value_range=classifier.value_range,
         progress=progress if sys.stderr.isatty() else None,
     )
 

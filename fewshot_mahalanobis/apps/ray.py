@@ -243,9 +243,10 @@ class _Worker:
         paths, size = batch["path"].to_pylist(), self.classifier.batch_size
         chunks = [paths[start : start + size] for start in range(0, len(paths), size)]
         rows = []
-        for chunk, images in zip(
-            chunks, decode_batches(self._read, chunks, threads=self.threads, ahead=True), strict=True
-        ):
+        # Beside the network where a worker waits for a GPU or for files from elsewhere; a CPU has enough to do.
+        ahead = self.classifier.device_.type != "cpu" or self.filesystem is not None
+        decoded = decode_batches(self._read, chunks, threads=self.threads, ahead=ahead)
+        for chunk, images in zip(chunks, decoded, strict=True):
             answers = iter(self._answers([image for image in images if not isinstance(image, str)]))
             for path, image in zip(chunk, images, strict=True):
                 label, probability, error = (None, None, image) if isinstance(image, str) else (*next(answers), None)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import fewshot_mahalanobis
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, available_checkpoints
 from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.apps.labelling import predict_files
 from fewshot_mahalanobis.checkpoints import DownloadError, save_checkpoint
 
 
@@ -165,10 +166,13 @@ def test_more_labels_than_there_are_classes_are_refused(photos, model):
     assert "--top-k 4 is more than the 3 classes" in run("predict", model, photos, "--top-k", 4, status=1)
 
 
-def test_answers_do_not_depend_on_the_batches(photos, model, monkeypatch):
-    whole = run("predict", model, photos)
-    monkeypatch.setattr("fewshot_mahalanobis.apps.labelling._BATCH", 2)
-    assert run("predict", model, photos) == whole
+def test_answers_do_not_depend_on_the_batches(photos, model):
+    classifier, paths = SimpleCNAPSClassifier.load(model, device="cpu"), sorted(photos.glob("*/*.png"))
+    whole, _ = predict_files(classifier, paths, probabilities=True)
+    parts, _ = predict_files(classifier.set_params(batch_size=2), paths, probabilities=True)
+    for answer, again in zip(whole, parts, strict=True):
+        assert (answer.path, answer.label) == (again.path, again.label)
+        assert answer.probabilities == pytest.approx(again.probabilities, abs=1e-5)
 
 
 @pytest.fixture
@@ -178,6 +182,17 @@ def spoilt(photos, tmp_path) -> Path:
     (tmp_path / "spoilt" / "red" / "empty.png").touch()
     (tmp_path / "spoilt" / "red" / "text.jpg").write_text("hello")
     return tmp_path / "spoilt"
+
+
+@pytest.mark.parametrize("side", [48, 64])
+def test_another_image_size_reads_the_files_as_python_does(side, checkpoint, photos, tmp_path):
+    paths = sorted(photos.glob("*/*.png"))
+    options = ("--checkpoint", checkpoint, "--device", "cpu", "--image-size", side)
+    run("fit", photos, "-o", tmp_path / "m", *options)
+    fitted = SimpleCNAPSClassifier.load(tmp_path / "m", device="cpu")
+    expected = SimpleCNAPSClassifier(checkpoint, device="cpu", image_size=side)
+    expected.fit(paths, [path.parent.name for path in paths])
+    np.testing.assert_array_equal(fitted.fitted_head_.support.adapted, expected.fitted_head_.support.adapted)
 
 
 def test_unreadable_images_stop_a_command_which_lists_them_all_and_writes_nothing(spoilt, checkpoint, model, tmp_path):
