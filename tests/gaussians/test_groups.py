@@ -193,6 +193,18 @@ def test_plda_settings_are_those_that_refitting_without_each_group_says(
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5), name
 
 
+@pytest.mark.parametrize(("seed", "power"), [(4, 0.5), (29, 1.0)])
+def test_copies_have_one_voice_in_the_choice_of_the_power(seed: int, power: float) -> None:
+    x, labels, _ = make_task(seed, [4, 4, 4], 8, dtype=torch.float64)
+    x = x + 0.5 * labels[:, None]
+    x = (x - x.min()) ** 1.5
+    x[[1, 2, 5]] = x[[0, 0, 4]]
+    task = x, labels, torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 7, 8])
+    assert naive_choice(task).power == power
+    assert choose_plda_settings(*task).power == power
+    assert choose_plda_settings(x, labels).power != power
+
+
 @pytest.mark.parametrize("groups", [None, [0, 0, 1, 2, 2, 3], [0, 1, 2, 2, 0, 2], [0, 0, 0, 1, 1, 2]])
 @pytest.mark.parametrize("shots", [[3, 2, 1], [6], [1] * 6])
 @pytest.mark.parametrize("shared", ["within", "task"])
