@@ -69,24 +69,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.before", description=__doc__)
     parser.add_argument("before", type=Path, help="checkout of the earlier commit")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--files", type=int, default=FILES)
     chosen = parser.parse_args()
     here = Path(__file__).parents[1]
     packages = {"before": (chosen.before, None)} | {
         "now" if size is None else f"now, {size} pixels": (here, size) for size in IMAGE_SIZES
     }
     with tempfile.TemporaryDirectory() as large, tempfile.TemporaryDirectory() as small:
-        draw(Path(large), chosen.files, SIZE)
-        draw(Path(small), chosen.files, SMALL)
+        draw(Path(large), FILES, SIZE)
+        draw(Path(small), FILES, SMALL)
         rounds = [
             {title: in_checkout(checkout, large, small, size) for title, (checkout, size) in packages.items()}
             for _ in range(chosen.rounds)
         ]
 
-    rest = chosen.files - 25
     titles = {
-        "predict": f"`predict` on {chosen.files} files of 12 megapixels",
-        "task": f"task: `fit` 25 and `predict` {rest} of them",
+        "predict": f"`predict` on {FILES} files of 12 megapixels",
+        "task": f"task: `fit` 25 and `predict` {FILES - 25} of them",
         "small task": f"task from files of {SMALL[0]} x {SMALL[1]} pixels",
     }
     rows = []

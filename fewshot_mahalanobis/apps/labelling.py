@@ -19,7 +19,7 @@ from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
-#: Images that are decoded at a time beside other work: few, as it waits for the first of them.
+#: Batch size where images are decoded while others are classified: small, because the first batch is waited for.
 _BATCH = 16
 
 
@@ -67,10 +67,11 @@ def fit_files(
     """
     checkpoint = classifier.checkpoint
     model = checkpoint if isinstance(checkpoint, SimpleCNAPS) else load_checkpoint(checkpoint)
-    size = model.image_size if classifier.image_size is None else classifier.image_size
+    if classifier.image_size is not None:
+        model = model.at_size(classifier.image_size)
     problems: dict[Path, str] = {}
     pixels, indices = list[NDArray[np.uint8]](), list[int]()
-    for batch in _batches(classifier, paths, size, problems, "reading", _BATCH).decoded():
+    for batch in _batches(classifier, paths, model.image_size, problems, "reading", _BATCH).decoded():
         pixels.append(batch.pixels)
         indices += batch.indices
     readable = [labels[index] for index in indices]

@@ -194,7 +194,7 @@ def test_plda_settings_are_those_that_refitting_without_each_group_says(
 
 
 @pytest.mark.parametrize(("seed", "power"), [(4, 0.5), (29, 1.0)])
-def test_copies_have_one_voice_in_the_choice_of_the_power(seed: int, power: float) -> None:
+def test_copies_count_once_in_the_choice_of_the_power(seed: int, power: float) -> None:
     x, labels, _ = make_task(seed, [4, 4, 4], 8, dtype=torch.float64)
     x = x + 0.5 * labels[:, None]
     x = (x - x.min()) ** 1.5
@@ -219,7 +219,7 @@ def test_a_head_with_given_settings_equals_refitting_without_each_group(
     )
 
 
-def test_copies_are_no_further_reason_for_a_temperature() -> None:
+def test_copies_are_no_further_evidence_for_a_temperature() -> None:
     logits, labels = torch.tensor([[3.0, 0.0], [0.0, 3.0], [0.0, 2.0]], dtype=torch.float64), torch.tensor([0, 1, 0])
     assert 0.5 < temperature_fit(logits, labels, 0.125).gain < 1
     twice = torch.cat([logits, logits]), torch.cat([labels, labels])

@@ -198,7 +198,7 @@ def test_covariance(name: str, search: Search) -> None:
     moves = name in ("translation_changes_nothing", "rotation_changes_nothing")
     known = [(RegularizedCovariance(), example) for example in KNOWN.get(name, [])]
     if name in ("distances_follow_from_the_covariances", "support_order_does_not_matter"):
-        # Thin factors, with which a class with a full covariance of its own was served too, lost seven digits here.
+        # Thin factors lose seven digits on this class, so it must get dense ones.
         members = [[345584.1921], [821618.1435], [330437.0762], [-1303157.2316]]
         known.append((RegularizedCovariance(task_covariance=False), task_of(members, [0] * 4, [[905355.8667]])))
     search.of_covariance(COVARIANCE_PROPERTIES[name], covariances("zero") if moves else covariances(), tasks(), known)
