@@ -227,6 +227,9 @@ def evaluate(
             help="Data set that the checkpoint was trained on, for averages; may be repeated. Known for named ones."
         ),
     ] = None,
+    image_size: Annotated[
+        int | None, typer.Option(help="Side that images are resized to, in pixels. Default: each checkpoint's.")
+    ] = None,
     root: Annotated[Path | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT.")] = None,
     results: Annotated[
         Path | None,
@@ -269,6 +272,7 @@ def evaluate(
             task_covariance=not no_task_covariance,
             projection=projection,
             in_domain=in_domain,
+            image_size=image_size,
             root=root,
             file=results,
             plots=plots,

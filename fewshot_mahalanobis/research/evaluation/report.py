@@ -216,6 +216,7 @@ def evaluate_checkpoints(
     task_covariance: bool = True,
     projection: bool = True,
     in_domain: Sequence[str] | None = None,
+    image_size: int | None = None,
     root: str | Path | None = None,
     file: str | Path | None = None,
     plots: str | Path | None = None,
@@ -241,6 +242,8 @@ def evaluate_checkpoints(
         As for :func:`variants_of`. By default only the first of several checkpoints is evaluated without adaptation.
     in_domain : sequence of str, optional
         Data sets that a checkpoint was trained on, for the averages. Known for a single named checkpoint.
+    image_size : int, optional
+        Side of the images in pixels; default: each checkpoint's own.
     plots : path, optional
         Folder for plots of accuracy against shots and ways.
     device : str
@@ -269,7 +272,11 @@ def evaluate_checkpoints(
     names = list(dict.fromkeys(checkpoints))
     first, several = names[0], len(names) > 1 or bool(methods)
     frozen, trained = open_methods(methods)
+    if trained and image_size is not None:
+        raise ValueError("--image-size is for checkpoints: a trained method has the size that it was trained at")
     models: dict[str, SimpleCNAPS] = {name: load_checkpoint(name).to(choose_device(device)) for name in names}
+    if image_size is not None:
+        models = {name: model.at_size(image_size) for name, model in models.items()}
     variants = {}
     for name, model in models.items():
         adapts = model.config["adaptation"] != "none"

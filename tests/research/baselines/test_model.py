@@ -179,6 +179,12 @@ def test_a_method_that_cannot_be_evaluated_is_said(folder: Path, options: tuple[
     assert message in run(folder, *options, status=1)
 
 
+def test_a_trained_method_stays_at_its_image_size(folder: Path, tmp_path: Path) -> None:
+    make("protonet").save(tmp_path)
+    assert "--image-size is for checkpoints" in run(folder, "--method", tmp_path, "--image-size", 48, status=1)
+    assert "ProtoNet, frozen network" in run(folder, "--method", "protonet", "--image-size", 48)
+
+
 def test_a_checkpoint_of_simple_cnaps_is_no_method(folder: Path) -> None:
     with pytest.raises(CheckpointError):
         read_baseline(folder / "checkpoint")

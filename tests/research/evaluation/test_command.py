@@ -94,12 +94,25 @@ def test_ablations_and_shots_are_columns_and_rows(folder, tmp_path):
         (("--adapt",), "the checkpoint has no adaptation"),
         (("--no-projection",), "the checkpoint has no projection"),
         (("--head", "linear"), "no trained linear head"),
+        (("--image-size", 16), "image_size must be a whole number from 32 to 1024 pixels, not 16"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said_in_one_line(folder, options, message):
     said = run(folder, *options, status=1)
     assert said.splitlines()[-1].startswith("error: ")
     assert message in said
+
+
+def test_another_image_size_gives_what_a_checkpoint_of_that_size_does(folder, tmp_path):
+    other = tmp_path / "other"
+    SimpleCNAPS.from_pretrained(folder / "checkpoint").at_size(48).save_pretrained(other)
+    options = ("--shot", 2, "--way", 4, "--head", "mahalanobis", "--format", "json")
+    found, expected, before = (  # of the last checkpoint
+        [[*result["scores"].values()][-1]["by_episode"] for result in json.loads(run(folder, *more))["results"]]
+        for more in ((*options, "--image-size", 48), (*options, "--checkpoint", other), options)
+    )
+    assert found != before
+    assert found == expected
 
 
 @pytest.fixture(scope="module")
