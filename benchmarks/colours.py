@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from benchmarks.pixels import SHOTS, images_of
+from benchmarks.pixels import support_and_queries
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 from tests.images import icc
@@ -62,7 +62,7 @@ def as_it_is(image: Image.Image, index: int) -> Floats:
 
 
 def of_camera(image: Image.Image, index: int) -> Floats:
-    """Four times as long and wide, with noise; the noise takes the rounding to 8 bits of the small picture along."""
+    """Four times as long and wide, with noise that hides the steps of the small picture's 8 bits."""
     size = (4 * image.width, 4 * image.height)
     large = np.stack(
         [np.asarray(band.convert("F").resize(size, Image.Resampling.BICUBIC)) for band in image.split()], axis=-1
@@ -78,13 +78,8 @@ FILES: dict[str, tuple[Callable[[Image.Image, int], Floats], str, dict[str, Any]
 
 def measure(path: Path, precision: str) -> dict[tuple[str, str], list[Any]]:
     """Labels that differ from sRGB's and the largest difference of a probability, by files and space."""
-    images = images_of(path)
-    support = [(image, label) for label, of_class in images.items() for image in of_class[:SHOTS]]
-    classifier = SimpleCNAPSClassifier(device="cpu", precision=precision)
-    classifier.fit(*map(list, zip(*support, strict=True)))
-    # The classes take turns.
-    left = [of_class[SHOTS:] for of_class in images.values()]
-    queries = [of_class[index] for index in range(QUERIES) for of_class in left if index < len(of_class)][:QUERIES]
+    images, labels, queries = support_and_queries(path, QUERIES)
+    classifier = SimpleCNAPSClassifier(device="cpu", precision=precision).fit(images, labels)
     found: dict[tuple[str, str], list[Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for files, (look_of, suffix, options) in FILES.items():
@@ -115,7 +110,7 @@ def main() -> None:
         for (files, space), (count, other, mean, largest) in measure(chosen.data / name, chosen.precision).items():
             rows.append([name.removesuffix(".zip"), files, space, count, other, f"{mean:.4f}", f"{largest:.4f}"])
             print(*rows[-1], flush=True)
-    print(markdown_table(rows, ["set", "files", "space", "files", "other labels", "change, mean", "largest"]))
+    print(markdown_table(rows, ["set", "files", "space", "pictures", "other labels", "change, mean", "largest"]))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
     python -m benchmarks.picture_sizes DATA_DIR
 
-Tasks of the sets that chose the checkpoint, 5-way, 1 and 5 shots: the photographs are shrunk first, to what a small
-picture has. The same tasks at every size.
+The same 5-way tasks at every size, with 1 and 5 shots, on sets that chose the checkpoint. Pictures are shrunk first.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from benchmarks.colours import SETS as PHOTOGRAPHS
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.images.decode import to_network_range
 from fewshot_mahalanobis.images.picture import to_square_array
@@ -27,7 +27,7 @@ from fewshot_mahalanobis.research.data.sources import load_source
 from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 
-SETS = ("photo_vehicles.zip", "photo_waste.zip", "photo_cotton.zip", "photo_food3.zip", "mini_imagenet_val.zip:val")
+SETS = (*PHOTOGRAPHS, "mini_imagenet_val.zip:val")
 PICTURES = (28, 40, 56, 84, 112, 160)
 #: The first is the one that the others are compared with.
 RESIZED = (224, 160, 128)

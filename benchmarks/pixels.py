@@ -107,14 +107,18 @@ def images_of(path: Path) -> dict[str, list[Image.Image]]:
         }
 
 
-def measure(path: Path) -> dict[str, Answers]:
+def support_and_queries(path: Path, count: int) -> tuple[list[Image.Image], list[str], list[Image.Image]]:
+    """Support images of a set, their labels, and ``count`` queries, for which the classes take turns."""
     images = images_of(path)
     support = [(image, label) for label, of_class in images.items() for image in of_class[:SHOTS]]
-    classifier = SimpleCNAPSClassifier(device="cpu", precision="float32", unknown_label="unknown")
-    classifier.fit(*map(list, zip(*support, strict=True)))
-    # The classes take turns.
     left = [of_class[SHOTS:] for of_class in images.values()]
-    queries = [of_class[index] for index in range(FILES) for of_class in left if index < len(of_class)][:FILES]
+    queries = [of_class[index] for index in range(count) for of_class in left if index < len(of_class)]
+    return [image for image, _ in support], [label for _, label in support], queries[:count]
+
+
+def measure(path: Path) -> dict[str, Answers]:
+    images, labels, queries = support_and_queries(path, FILES)
+    classifier = SimpleCNAPSClassifier(device="cpu", precision="float32", unknown_label="unknown").fit(images, labels)
     with tempfile.TemporaryDirectory() as folder:
         files: dict[str, list[Path]] = {title: [] for title in FORMATS}
         for index, image in enumerate(queries):
