@@ -417,8 +417,9 @@ def read(name: str) -> Again:
 
 
 def trained(folder: str) -> Again:
-    """Read what a run saved."""
-    stored = torch.load(Path(folder, "checkpoint", "extra.pt"), weights_only=True)
+    """Read what a run saved, or ``meta-train`` itself."""
+    change = Path(folder, "checkpoint", "extra.pt")
+    stored = torch.load(change, weights_only=True) if change.exists() else {"kind": "again", "extra": {}}
     try:
         model = load_checkpoint(Path(folder, "checkpoint"))
     except ValueError:
