@@ -87,7 +87,8 @@ class SetEncoder(nn.Module):
             scale = norm.weight.abs() * torch.rsqrt(variance + norm.eps)
             assert conv.bias is not None
             shift = norm.bias - mean * scale + 0 * conv.bias  # unused in _pooled: its gradient is 0, not None
-            batches = [run(_normalised, maps, scale.to(norm.weight), shift.to(norm.bias)) for maps in batches]
+            for index, maps in enumerate(batches):  # one by one: two lists would hold the set twice
+                batches[index] = run(_normalised, maps, scale.to(norm.weight), shift.to(norm.bias))
         return torch.cat([maps.float().mean(dim=(2, 3)) for maps in batches])
 
 
