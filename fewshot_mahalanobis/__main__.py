@@ -2,6 +2,8 @@
 
 import sys
 
+from fewshot_mahalanobis.extras import install_command
+
 
 def main() -> None:
     """Run the command, or say how to install what it needs."""
@@ -10,9 +12,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("fewshot_mahalanobis"):
             raise
-        sys.exit(
-            f'error: the command needs {error.name}, and the library does not: pip install "fewshot-mahalanobis[cli]"'
-        )
+        sys.exit(f"error: the command needs {error.name}, and the library does not: {install_command('cli')}")
     app(prog_name="fewshot-mahalanobis")
 
 

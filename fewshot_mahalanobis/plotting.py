@@ -1,4 +1,4 @@
-"""Pictures of few-shot tasks, with matplotlib (``pip install "fewshot-mahalanobis[demo]"``).
+"""Pictures of few-shot tasks, with matplotlib (the extra ``demo``).
 
 Every function returns the axes it drew on. Those that need one axes take ``ax``, those that need several take
 ``figure``; without it, pyplot makes a new figure, which a notebook shows by itself.
@@ -22,6 +22,7 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.images.decode import ImageBatches
@@ -36,7 +37,7 @@ try:
     from matplotlib.patches import Ellipse
     from matplotlib.ticker import MaxNLocator, NullLocator
 except ImportError as error:
-    raise ImportError('pictures need matplotlib: pip install "fewshot-mahalanobis[demo]"') from error
+    raise ImportError(f"pictures need matplotlib: {install_command('demo')}") from error
 
 __all__ = [
     "plot_accuracy",

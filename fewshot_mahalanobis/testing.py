@@ -40,14 +40,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fewshot_mahalanobis.extras import install_command
+
 try:
     import hypothesis
     from hypothesis import strategies as st
     from hypothesis.extra.numpy import arrays
 except ImportError as error:
-    raise ImportError(
-        "fewshot_mahalanobis.testing needs hypothesis: pip install 'fewshot-mahalanobis[test]'"
-    ) from error
+    raise ImportError(f"fewshot_mahalanobis.testing needs hypothesis: {install_command('test')}") from error
 
 # ---------------------------------------------------------------- tasks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -13,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import fewshot_mahalanobis
+from fewshot_mahalanobis.extras import install_command
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fewshot-mahalanobis"
@@ -122,7 +124,20 @@ def test_no_call_waits_for_the_import_of_torchs_compiler(bare: dict[str, str]) -
     ],
 )
 def test_what_needs_an_extra_says_which(bare: dict[str, str], what: str, extra: str) -> None:
-    assert f'pip install "fewshot-mahalanobis[{extra}]"' in bare[what]
+    assert install_command(extra) in bare[what]
+
+
+def test_an_extra_is_installed_from_the_index_or_from_a_clone() -> None:
+    assert install_command("hub") == 'pip install "fewshot-mahalanobis[hub]", in a clone pip install ".[hub]"'
+
+
+def test_every_extra_that_a_message_names_exists_and_no_message_words_the_command_itself() -> None:
+    folder = Path(fewshot_mahalanobis.__file__).parent
+    sources = {file: file.read_text(encoding="utf-8") for file in folder.rglob("*.py")}
+    extras = {name for source in sources.values() for name in re.findall(r"install_command\([\"'](\w+)", source)}
+    assert extras
+    assert extras <= set(metadata.metadata(PACKAGE).get_all("Provides-Extra") or ())
+    assert [file.name for file, source in sources.items() if f"{PACKAGE}[" in source] == ["extras.py"]
 
 
 def test_a_bare_installation_brings_a_dozen_packages_beside_those_of_torch() -> None:

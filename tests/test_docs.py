@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,20 @@ def test_every_link_to_a_file_of_the_repository_leads_to_one() -> None:
         if not link.startswith("auto_examples/"):  # made when the site is built
             assert (page.parent / link).exists(), f"{page}: {link}"
     assert {page for page, _ in links} >= {ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md"}
+
+
+def test_what_pages_install_is_in_the_clone_and_its_extras_exist() -> None:
+    """Nothing is on the package index yet, so ``pip install fewshot-mahalanobis`` finds nothing."""
+    transcript = ROOT / "docs" / "messy_folders.md"  # shows messages, which name both ways
+    known = set(metadata.metadata("fewshot-mahalanobis").get_all("Provides-Extra") or ())
+    named = set()
+    for page in PAGES:
+        commands_of_page = re.findall(r"pip install ([^`\n&]*)", page.read_text())
+        if page != transcript:
+            assert not [command for command in commands_of_page if "fewshot-mahalanobis" in command], page
+        for command in commands_of_page:
+            named |= {extra for extras in re.findall(r"\.\[([\w,]+)\]", command) for extra in extras.split(",")}
+    assert {"demo", "test", "hub"} <= named <= known
 
 
 def test_pages_hold_no_code_of_a_language_that_is_not_tested() -> None:

@@ -1,9 +1,10 @@
 """A machine-learning backend for Label Studio: it pre-fills the labels of pictures and learns from every saved one.
 
-In an environment of its own, because label-studio-ml 1.0.9 asks for old versions of Flask and Jinja2:
+In a clone of the repository, and in an environment of its own, because label-studio-ml 1.0.9 asks for old versions of
+Flask and Jinja2:
 
-    pip install fewshot-mahalanobis label-studio-ml redis rq
-    label-studio-ml init backend --script fewshot_backend.py:FewShotBackend
+    pip install . label-studio-ml redis rq
+    label-studio-ml init backend --script examples/label_studio/fewshot_backend.py:FewShotBackend
     MODEL_DIR=labels LABEL_STUDIO_URL=http://127.0.0.1:8080 LABEL_STUDIO_API_KEY=... label-studio-ml start backend
 
 Then add http://127.0.0.1:9090 as a model of the project, and as a webhook http://127.0.0.1:9090/webhook for annotations

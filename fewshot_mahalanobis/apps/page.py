@@ -1,4 +1,4 @@
-"""The app: a page in the browser to teach a classifier and to ask it (``pip install "fewshot-mahalanobis[app]"``).
+"""The app: a page in the browser to teach a classifier and to ask it (the extra ``app``).
 
 :class:`~fewshot_mahalanobis.apps.bench.Bench` is what the page does, :func:`make_page` the page, :func:`serve` its
 server.
@@ -20,13 +20,14 @@ from PIL import Image
 
 from fewshot_mahalanobis.apps.bench import UNKNOWN, Answer, Bench
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 
 try:
     import gradio as gr
 except ImportError as error:
-    raise ImportError('the app needs Gradio: pip install "fewshot-mahalanobis[app]"') from error
+    raise ImportError(f"the app needs Gradio: {install_command('app')}") from error
 
 __all__ = ["make_page", "serve"]
 

@@ -28,6 +28,7 @@ import typer
 from numpy.typing import NDArray
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.decode import DecodedBatch, decode_batches
 from fewshot_mahalanobis.images.folders import find_images, is_image_name
 from fewshot_mahalanobis.images.picture import read_square
@@ -277,7 +278,7 @@ def _require_ray() -> None:
         import pyarrow  # noqa: F401
         import ray.data  # noqa: F401
     except ImportError as error:
-        raise ImportError(f'{error}: install the extra, pip install "fewshot-mahalanobis[ray]"') from error
+        raise ImportError(f"{error}: {install_command('ray')}") from error
 
 
 def _checked_file(classifier: str | os.PathLike[str]) -> Path:

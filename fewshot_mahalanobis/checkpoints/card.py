@@ -24,6 +24,7 @@ from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, write_classifier
 from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER
 from fewshot_mahalanobis.checkpoints.hub import hub_name
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.support_set.summary import SupportSummary
 
@@ -49,7 +50,7 @@ images.
 
 ## Use
 
-With `pip install {packages}`:
+After {install}:
 
 ```python
 from fewshot_mahalanobis import SimpleCNAPSClassifier
@@ -118,7 +119,7 @@ def model_card(
         repo_id=repo_id,
         classes=len(summary.counts),
         images=sum(summary.counts.values()),
-        packages=f"'fewshot-mahalanobis[{'backbones' if of_timm else 'hub'}]'",
+        install=install_command("backbones" if of_timm else "hub"),
         argument="" if network else ", backbone=network",
         own="" if network else "`network` is the module whose weights are in the file; its code is not.\n\n",
         table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.pixels import Square
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedTask
 from fewshot_mahalanobis.support_set.features import Features
@@ -36,7 +37,7 @@ def write_onnx(
         import onnx
         import onnxscript  # noqa: F401 (torch's exporter imports it)
     except ImportError as error:
-        raise ImportError("the ONNX export needs more packages: pip install fewshot-mahalanobis[onnx]") from error
+        raise ImportError(f"the ONNX export needs more packages: {install_command('onnx')}") from error
     graph = _graph_of(model, task, pixels, distances)
     try:
         program = torch.onnx.export(

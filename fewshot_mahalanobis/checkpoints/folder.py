@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.model import checked_settings, fill, model_without_weights, stored_weights
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Version 2 has weights in int8.
@@ -65,7 +66,7 @@ tags:
 # A few-shot image classifier ({kind})
 
 It learns its classes from a few images each, in one forward pass (Bateni et al., *Improved Few-Shot Visual
-Classification*, CVPR 2020). With `pip install {packages}`, for the name of this repository or folder:
+Classification*, CVPR 2020). After {install}, for the name of this repository or folder:
 
 ```python
 from fewshot_mahalanobis import SimpleCNAPSClassifier
@@ -169,7 +170,7 @@ def write_folder(
 
 def _default_card(settings: Mapping[str, Any]) -> str:
     """A model card with the settings alone."""
-    backbone, packages, kind = settings.get("backbone"), "'fewshot-mahalanobis[hub]'", "Simple CNAPS"
+    backbone, extra, kind = settings.get("backbone"), "hub", "Simple CNAPS"
     about = ""
     if backbone is not None:
         kind = (
@@ -179,10 +180,10 @@ def _default_card(settings: Mapping[str, Any]) -> str:
         if "network" in backbone:
             about = f"The backbone is `{backbone['network']}`; the terms of its weights apply.\n\n"
         elif backbone["timm"] is not None:
-            packages = "'fewshot-mahalanobis[backbones]'"
+            extra = "backbones"
             about = f"The backbone is timm's `{backbone['timm']}`; the terms of those weights apply.\n\n"
     rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
-    return _DEFAULT_CARD.format(kind=kind, packages=packages, backbone=about, settings=rows)
+    return _DEFAULT_CARD.format(kind=kind, install=install_command(extra), backbone=about, settings=rows)
 
 
 def read_checkpoint(folder: str | os.PathLike[str], backbone: SimpleCNAPS | nn.Module | None = None) -> SimpleCNAPS:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewshot_mahalanobis.checkpoints.errors import DownloadError, UploadError
 from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER, CONFIG, WEIGHTS, save_checkpoint
+from fewshot_mahalanobis.extras import install_command
 
 if TYPE_CHECKING:
     from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -51,7 +52,7 @@ def _client(repo_id: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"{repo_id!r} is the name of a repository of the Hugging Face Hub, which needs huggingface_hub: "
-            'pip install "fewshot-mahalanobis[hub]"'
+            f"{install_command('hub')}"
         ) from error
     return huggingface_hub
 

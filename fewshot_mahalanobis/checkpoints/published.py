@@ -26,6 +26,7 @@ from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, remove_leftovers
 from fewshot_mahalanobis.checkpoints.folder import read_checkpoint, save_checkpoint
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.efficientnet import LITE_B0, EfficientNet
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
@@ -178,7 +179,7 @@ def load_published(record: CheckpointRecord) -> SimpleCNAPS:
     except ImportError as error:
         raise ImportError(
             f"{record.name!r} is no part of the package: to download it and keep it needs {error.name}, "
-            'pip install "fewshot-mahalanobis[hub]"'
+            f"{install_command('hub')}"
         ) from error
     cache = cache_folder()
     folder = cache / f"{record.name}-{str(record.blob_id)[:12]}-v{CONVERSION}"

@@ -1,7 +1,7 @@
 """Image formats: one list, for files given by name and for files in folders.
 
-Pillow reads most of them. HEIC is read by pillow-heif where that is installed (``pip install
-"fewshot-mahalanobis[formats]"``); it is not registered with Pillow, so other code sees no difference.
+Pillow reads most of them. HEIC is read by pillow-heif where that is installed (the extra ``formats``); it is not
+registered with Pillow, so other code sees no difference.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
+
+from fewshot_mahalanobis.extras import install_command
 
 #: Formats that Pillow registers but does not decode: programs, films, containers whose decoder it lacks.
 _UNREADABLE = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
@@ -24,7 +26,7 @@ _BRANDS = {
     **dict.fromkeys((b"avif", b"avis"), "AVIF"),
 }
 _EXPORT = "export them as JPEG"
-_DECODER = f'pip install "fewshot-mahalanobis[formats]", or {_EXPORT}'
+_DECODER = f"{install_command('formats')}, or {_EXPORT}"
 #: Extension, in capitals and without its dot -> what to do if images of this kind cannot be read.
 REMEDIES = {
     **dict.fromkeys(("HEIC", "HEIF", "HIF", "AVIF"), _DECODER),

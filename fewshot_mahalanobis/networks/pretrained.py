@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
 
@@ -98,7 +99,7 @@ def _timm() -> Any:
     try:
         import timm
     except ImportError as error:
-        raise ImportError("this backbone is made by timm: pip install fewshot-mahalanobis[backbones]") from error
+        raise ImportError(f"this backbone is made by timm: {install_command('backbones')}") from error
     return timm
 
 

@@ -42,7 +42,7 @@ SESSION: dict[str, tuple[int, list[str]]] = {
         1,
         [
             "iphone has no sub-folder with images; at least two are needed, one for each class.",
-            '6 HEIC files (pip install "fewshot-mahalanobis[formats]", or export them as JPEG)',
+            '6 HEIC files (pip install "fewshot-mahalanobis[formats]", in a clone pip install ".[formats]", or export',
         ],
     ),
     "fit one -o one.safetensors": (1, ["one has one sub-folder with images, 'flower'; at least two are needed"]),

@@ -19,6 +19,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -38,6 +39,7 @@ from sklearn.discriminant_analysis import QuadraticDiscriminantAnalysis
 from torch import Tensor
 
 from fewshot_mahalanobis import testing
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier
 from fewshot_mahalanobis.gaussians.checks import working_dtype
 from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
@@ -798,5 +800,5 @@ def test_drawn_tasks_keep_to_what_was_asked_for() -> None:
 def test_without_hypothesis_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "fewshot_mahalanobis.testing")
-    with pytest.raises(ImportError, match=r"pip install 'fewshot-mahalanobis\[test\]'"):
+    with pytest.raises(ImportError, match=re.escape(install_command("test"))):
         importlib.import_module("fewshot_mahalanobis.testing")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.folders import is_image_name
 from fewshot_mahalanobis.research.data.hierarchy import Hierarchy, sampling_graph
 from fewshot_mahalanobis.research.data.readers import Bitmaps, ImageFiles, ImageRows, Reader, ZipMembers
@@ -206,7 +207,7 @@ def torchvision_class(name: str) -> Any:
     try:
         return getattr(importlib.import_module("torchvision.datasets"), name)
     except ImportError as error:
-        raise ImportError(f'{name} needs torchvision: pip install "fewshot-mahalanobis[training]"') from error
+        raise ImportError(f"{name} needs torchvision: {install_command('training')}") from error
 
 
 def mini_imagenet(folder: Path, split: str) -> Listing:

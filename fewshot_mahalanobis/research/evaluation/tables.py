@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.research.evaluation.paper_figures import published_figure
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result, to_record
 
 try:
     from tabulate import SEPARATING_LINE, tabulate
 except ImportError as error:
-    raise ImportError('tables need tabulate: pip install "fewshot-mahalanobis[cli]"') from error
+    raise ImportError(f"tables need tabulate: {install_command('cli')}") from error
 
 _NOTES = {
     "*": "The paper's episodes have variable ways and shots and at most 10 queries per class; these do not.",

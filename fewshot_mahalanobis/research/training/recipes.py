@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 from msgspec import Meta
 
+from fewshot_mahalanobis.extras import install_command
+
 Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -287,7 +289,7 @@ def _read_settings(file: Path) -> Mapping[str, Any]:
     try:
         settings = decode(file.read_bytes())
     except ImportError as error:
-        raise ImportError('reading TOML needs tomli: pip install "fewshot-mahalanobis[training]"') from error
+        raise ImportError(f"reading TOML needs tomli: {install_command('training')}") from error
     except ValueError as error:
         raise ValueError(f"{file} is not {form}: {error}") from error
     if not isinstance(settings, dict):

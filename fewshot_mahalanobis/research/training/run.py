@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.folder import read_tensors
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.devices import choose_device
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.research.data.datasets import open_source
@@ -44,7 +45,7 @@ def start_processes(device: str) -> Accelerator:
         with warnings.catch_warnings():  # the first import adds a warning filter for good
             from accelerate import Accelerator
     except ImportError as error:
-        raise ImportError(f'training needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
+        raise ImportError(f"training needs {error.name}: {install_command('training')}") from error
     # Without ``cpu`` each process would train alone. The recipe sets the precision, not the launcher.
     return Accelerator(cpu=choose_device(device).type == "cpu", mixed_precision="no")
 
@@ -79,7 +80,7 @@ def open_training_source(source: str, *, root: str | None, size: int, lazy: bool
     try:
         from fewshot_mahalanobis.research.data.glyphs import draw_glyphs
     except ImportError as error:
-        raise ImportError(f'drawing glyphs needs {error.name}: pip install "fewshot-mahalanobis[training]"') from error
+        raise ImportError(f"drawing glyphs needs {error.name}: {install_command('training')}") from error
     return draw_glyphs(size=min(size, MOST_GLYPH_PIXELS))
 
 
@@ -169,9 +170,7 @@ def _tensorboard_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError(
-            f'logs for TensorBoard need {error.name}: pip install "fewshot-mahalanobis[tensorboard]"'
-        ) from error
+        raise ImportError(f"logs for TensorBoard need {error.name}: {install_command('tensorboard')}") from error
     return SummaryWriter
 
 
