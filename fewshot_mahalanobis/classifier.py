@@ -177,7 +177,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         ----------
         X : collection of n images
             The support set, in any order. Or, without ``y``, a map-style dataset of (image, label) pairs with its
-            ``classes``, such as torchvision's ``ImageFolder``.
+            ``classes``, such as torchvision's ``ImageFolder`` or a ``Subset`` of one. Its pairs count, not ``targets``.
         y : array-like of shape (n,)
             Labels: strings, or numbers of one type (integers, Booleans, whole floats); at least two different ones.
         groups : sequence of n strings or numbers, optional

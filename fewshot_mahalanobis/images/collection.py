@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 from torch import Tensor
+from torch.utils.data import Subset
 
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.picture import (
@@ -69,40 +71,99 @@ def checked_collection(images: Any, value_range: ValueRange | None = None) -> Se
 
 
 def item_of(images: Sequence[Any], index: int, lock: Lock) -> Any:
-    """Item of a checked collection. Sequences of others are asked for one item at a time."""
+    """Item of a checked collection; ImageError if it does not give it. Others' sequences are asked one at a time."""
     if isinstance(images, list | tuple | np.ndarray | Tensor):
         return images[index]
-    with lock:
+    with lock, _naming(images.dataset if isinstance(images, _ImagesOfPairs) else images, index):
         item = images[index]
-    return item.as_py() if hasattr(item, "as_py") else item  # pyarrow's scalars
+        return item.as_py() if hasattr(item, "as_py") else item  # pyarrow's scalars
+
+
+@contextmanager
+def _naming(collection: Any, index: int) -> Iterator[None]:
+    """Name the item in the error of a collection that cannot give it, such as a dataset that opens a damaged file."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        kind, sample = type(collection).__name__, None
+        with suppress(Exception):
+            sample = _sample(collection, index)
+        name = describe(sample[0]) if sample else f"of {kind}"
+        raise ImageError(f"{kind} raised {type(error).__name__}: {error}", index, name) from error
 
 
 def labelled_pairs(dataset: Any) -> tuple[Sequence[Any], list[Any]] | None:
     """Images and labels of a map-style dataset of (image, label) pairs with ``classes``, such as torchvision's.
 
-    None if it is none. The labels are names of ``classes``. They are those of the attribute ``targets`` if there is
-    one; otherwise each pair is read for its label, and again for its image.
+    None if it is none. A ``torch.utils.data.Subset`` has the classes of its dataset. The label of a pair is an index of
+    ``classes``, or a string, which is taken as it is. ImageError if it is neither, or if a pair cannot be read.
+
+    Only the pairs count: attributes such as ``targets`` need not be what the dataset gives. So each pair is read twice,
+    for its label and later for its image, and its label must not have changed. torchvision's own ``ImageFolder`` looks
+    the label up in ``samples``, where it is read without decoding.
     """
-    classes = getattr(dataset, "classes", None)
+    classes = _classes_of(dataset)
     if classes is None or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         return None
-    codes = getattr(dataset, "targets", None)
-    if codes is None or len(codes) != len(dataset):
-        codes = [dataset[index][1] for index in range(len(dataset))]
-    return _FirstOfPairs(dataset), [classes[int(code)] for code in codes]
+    labels = []
+    for index in range(len(dataset)):
+        with _naming(dataset, index):
+            labels.append(_label((_sample(dataset, index) or dataset[index])[1], classes))
+    return _ImagesOfPairs(dataset, classes, labels), labels
 
 
-class _FirstOfPairs(Sequence[Any]):
-    """The images of a dataset of pairs; nothing is kept."""
+class _ImagesOfPairs(Sequence[Any]):
+    """The images of a dataset of pairs, whose labels are checked again; nothing is kept."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, classes: Sequence[Any], labels: list[Any]) -> None:
         self.dataset = dataset
+        self.classes = classes
+        self.labels = labels
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.labels)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index][0]
+        pair = self.dataset[index]
+        label = _label(pair[1], self.classes)
+        if label != self.labels[index]:
+            raise ValueError(f"its label was {self.labels[index]!r} and is {label!r} when it is read again")
+        return pair[0]
+
+
+def _classes_of(dataset: Any) -> Sequence[Any] | None:
+    while isinstance(dataset, Subset) and not hasattr(dataset, "classes"):
+        dataset = dataset.dataset
+    return getattr(dataset, "classes", None)
+
+
+def _sample(dataset: Any, index: int) -> tuple[Any, Any] | None:
+    """File and label of a pair, where a dataset looks them up in ``samples`` and gives them as they are; else None."""
+    reader = next((kind for kind in type(dataset).__mro__ if "__getitem__" in vars(kind)), None)
+    if reader is Subset:
+        return _sample(dataset.dataset, dataset.indices[index])
+    if reader is None or f"{reader.__module__}.{reader.__name__}" != "torchvision.datasets.folder.DatasetFolder":
+        return None
+    sample: tuple[Any, Any] | None = dataset.samples[index] if dataset.target_transform is None else None
+    return sample
+
+
+def _label(target: Any, classes: Sequence[Any]) -> Any:
+    """The label that a pair's second part stands for."""
+    if isinstance(target, str):
+        return target
+    try:
+        code = int(target)
+        if code == target and 0 <= code < len(classes):
+            return classes[code]
+    except (TypeError, ValueError, OverflowError):  # one-hot, nan, infinite
+        pass
+    raise ValueError(
+        f"its label {target!r} is no index of the {len(classes)} classes: pass images and labels apart, "
+        "fit(images, labels)"
+    )
 
 
 def check_items(images: Sequence[Any], value_range: ValueRange | None = None) -> None:

@@ -190,10 +190,10 @@ class ImageBatches:
         lock = Lock()
 
         def read(index: int) -> Square | ImageError:
-            image = item_of(self._images, index, lock)
-            if self._final and image.shape == (self.size, self.size, 3):
-                return Square(image)
             try:
+                image = item_of(self._images, index, lock)
+                if self._final and image.shape == (self.size, self.size, 3):
+                    return Square(image)
                 return read_item(image, index, self.size, lock, None if self._final else self.value_range)
             except ImageError as error:
                 if self.on_error is None:

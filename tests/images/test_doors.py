@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import Subset, random_split
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
 from tests.tiny import tiny_classifier, tiny_model
@@ -133,6 +136,122 @@ def test_a_dataset_of_pairs_without_targets_is_read_for_its_labels(paths: list[P
     assert classifier.class_counts_.tolist() == [3, 3]
     with pytest.raises(ValueError, match="y is None"):
         SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(paths)
+
+
+def labels_of(dataset: Any) -> list[Any]:
+    found = labelled_pairs(dataset)
+    assert found is not None
+    images, labels = found
+    assert len(images) == len(labels) == len(dataset)
+    return labels
+
+
+def test_the_pairs_of_an_image_folder_count_and_not_its_targets(folder: Path) -> None:
+    torchvision = pytest.importorskip("torchvision")
+
+    class Reversed(torchvision.datasets.ImageFolder):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(len(self) - 1 - index)
+
+    def other(code: int) -> int:
+        return 1 - code
+
+    shuffled, stale, shortened = (torchvision.datasets.ImageFolder(folder) for _ in range(3))
+    shuffled.samples = shuffled.samples[::2] + shuffled.samples[1::2]
+    stale.targets = [0] * 6
+    shortened.samples = shortened.samples[2:]
+    swapped = torchvision.datasets.ImageFolder(folder, target_transform=other)
+    named = torchvision.datasets.ImageFolder(folder, target_transform=["night", "day"].__getitem__)
+    for dataset in (shuffled, stale, shortened, swapped, Reversed(folder)):
+        assert labels_of(dataset) == [dataset.classes[dataset[index][1]] for index in range(len(dataset))]
+    assert labels_of(named) == ["night"] * 3 + ["day"] * 3
+    classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(shuffled)
+    assert classifier.fitted_head_.support_labels.tolist() == ["dusk", "dusk", "noon", "dusk", "noon", "noon"]
+
+
+def test_a_subset_has_the_classes_of_its_dataset_and_is_decoded_once(folder: Path) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    opened = list[str]()
+
+    def load(path: str) -> Image.Image:
+        opened.append(path)
+        return torchvision.datasets.folder.pil_loader(path)
+
+    whole = torchvision.datasets.ImageFolder(folder, loader=load)
+    part = Subset(whole, [5, 0, 4, 1])
+    assert labels_of(part) == ["noon", "dusk", "noon", "dusk"]
+    assert labels_of(Subset(part, [1, 0])) == ["dusk", "noon"]
+    assert labels_of(Subset(part, torch.tensor([2, 3]))) == ["noon", "dusk"]
+    random, _ = random_split(whole, [4, 2], torch.Generator().manual_seed(0))
+    assert labels_of(random) == [whole.classes[whole.samples[index][1]] for index in random.indices]
+    assert not opened
+    classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(part)
+    assert sorted(opened) == sorted(whole.samples[index][0] for index in (0, 1, 4, 5))
+    assert classifier.class_counts_.tolist() == [2, 2]
+
+
+def test_a_subset_of_any_dataset_with_classes_is_read_for_its_labels(paths: list[Path]) -> None:
+    dataset = Items([(path, torch.tensor(int(path.parent.name == "noon"))) for path in paths])
+    dataset.classes = ["dusk", "noon"]  # type: ignore[attr-defined]
+    assert labels_of(Subset(dataset, [3, 0])) == ["noon", "dusk"]  # type: ignore[arg-type]
+    assert labelled_pairs(Subset(Items(paths), [0])) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("target", [2, -1, 0.5, float("nan"), [0, 1], None])
+def test_a_pair_whose_label_is_no_index_of_the_classes_is_named(target: Any, paths: list[Path]) -> None:
+    dataset = Items([(paths[0], 0), (paths[1], target)])
+    dataset.classes = ["dusk", "noon"]  # type: ignore[attr-defined]
+    with pytest.raises(
+        ImageError, match=r"image 1 \(of Items\): .* is no index of the 2 classes.*fit\(images, labels\)"
+    ):
+        SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(dataset)
+
+
+def test_a_pair_whose_label_changes_between_two_readings_is_named(paths: list[Path]) -> None:
+    class Moody(Items):
+        classes = ("dusk", "noon")
+
+        def __getitem__(self, index: int) -> Any:
+            self.asked.append(index)
+            return self.items[index], len(self.asked) > len(self) if index == 3 else index % 2
+
+    with pytest.raises(ImageError, match=r"image 3 \(of Moody\): .*its label was 'dusk' and is 'noon'"):
+        SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(Moody(paths))
+
+
+def test_an_item_that_its_collection_cannot_give_is_named_and_may_be_left_out(folder: Path, tmp_path: Path) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    shutil.copytree(folder, tmp_path / "photos")
+    for number, contents in enumerate((b"", b"no picture", (folder / "dusk" / "0.jpg").read_bytes()[:300])):
+        bad = tmp_path / "photos" / "dusk" / f"{number}.jpg"
+        good = bad.read_bytes()
+        bad.write_bytes(contents)
+        dataset = torchvision.datasets.ImageFolder(tmp_path / "photos")
+        for collection, index in ((dataset, number), (Subset(dataset, [5, 4, number]), 2)):
+            with pytest.raises(ImageError, match=rf"image {index} \('.*dusk.{number}\.jpg'\): \w+ raised \w+Error"):
+                SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(collection)
+        images, _ = labelled_pairs(dataset) or ([], [])
+        problems = list[ImageError]()
+        assert len(tensor_of(images, on_error=problems.append)) == 5
+        assert [problem.index for problem in problems] == [number]
+        bad.write_bytes(good)
+
+
+@pytest.mark.parametrize("error", [KeyError("key"), OSError("lost"), StopIteration(), ZeroDivisionError()])
+def test_any_sequence_that_fails_at_an_item_is_named_and_the_item_may_be_left_out(
+    error: Exception, paths: list[Path]
+) -> None:
+    class Failing(Items):
+        def __getitem__(self, index: int) -> Any:
+            if index == 2:
+                raise error
+            return self.items[index]
+
+    with pytest.raises(ImageError, match=rf"image 2 \(of Failing\): Failing raised {type(error).__name__}"):
+        tensor_of(Failing(paths))
+    problems = list[ImageError]()
+    assert torch.equal(tensor_of(Failing(paths), on_error=problems.append, n_jobs=3), tensor_of(paths[:2] + paths[3:]))
+    assert [problem.index for problem in problems] == [2]
 
 
 def test_a_tiff_that_pillow_does_not_read_is_called_one() -> None:
