@@ -132,14 +132,28 @@ def predict_files(
 
 
 def write_csv(stream: TextIO, predictions: Iterable[Prediction], classes: Sequence[Any], top_k: int) -> None:
-    """Write path and label, the probability of each of ``classes``, then the ``top_k`` best labels with theirs."""
+    """Write path and label, the probability of each of ``classes``, then the ``top_k`` best labels with theirs.
+
+    The column of a class is named after it. Where another column has that name, "probability of " stands before it.
+    """
     table = csv.writer(stream, lineterminator="\n")
     best = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "probability")]
-    table.writerow(["path", "label", *classes, *best])
+    table.writerow(["path", "label", *_class_columns(classes, {"path", "label", *best}), *best])
     for prediction in predictions:
         probabilities = [f"{(prediction.probabilities or {})[name]:.6f}" for name in classes]
         top = [cell for label, share in prediction.top(top_k) for cell in (label, f"{share:.6f}")]
         table.writerow([prediction.path, prediction.label, *probabilities, *top])
+
+
+def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
+    """Names of the columns of classes, unlike each other and unlike those that are taken."""
+    columns = []
+    for name in map(str, classes):
+        while name.strip() in taken:  # whoever reads the table may drop white space
+            name = f"probability of {name}"
+        taken.add(name.strip())
+        columns.append(name)
+    return columns
 
 
 def to_json(predictions: Iterable[Prediction], proba: bool, top_k: int) -> str:

@@ -9,7 +9,7 @@ import re
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -171,35 +171,106 @@ def find_images(path: str | os.PathLike[str], *, allow_empty: bool = False) -> F
 
 
 def read_labels(file: Path) -> tuple[list[Path], list[str]]:
-    """Paths and labels of a CSV file with columns "path" and "label", separated by comma, semicolon or tab.
+    """Paths and labels of a CSV file with columns "path" and "label", as :func:`labelled_rows` reads it.
 
-    Relative paths start at the folder of the CSV file. White space around a cell is dropped. FileNotFoundError if there
-    is no file; ValueError if it is no such table, a row lacks its path or label, or none of the images exists.
+    Relative paths start at the folder of the CSV file. FileNotFoundError if there is no file; ValueError if it is no
+    such table or none of the images exists.
+    """
+    rows = labelled_rows(file, "path", "label")
+    paths = [file.parent / path for path, _ in rows]
+    if not any(map(os.path.exists, paths)):
+        raise ValueError(
+            f"none of the {len(paths)} files that {file} lists is there; the first would be {paths[0]}. "
+            "Relative paths start at the folder of the table: put it back where it was, or write full paths"
+        )
+    return paths, [label for _, label in rows]
+
+
+def labelled_rows(file: Path, path_column: str, label_column: str) -> list[tuple[str, str]]:
+    """Path and label of each row of a CSV file in UTF-8, separated by comma, semicolon or tab.
+
+    White space around a cell is dropped. Empty rows and columns of other names are ignored.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no file.
+    ValueError
+        The table has no row, lacks a column, or may not mean what it would be read as: a row has more cells than the
+        first line has names (a comma without quotes), a quote is not closed, a column is there twice, a path or label
+        is missing or has several lines, or one path has two labels. The message names the line.
     """
     try:
         text = file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f'{file} is not in UTF-8: save it as "CSV UTF-8"') from error
-    separator = max(",;\t", key=text.partition("\n")[0].count)
-    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
-    table.fieldnames = [name.strip() for name in table.fieldnames or ()]
-    if missing := {"path", "label"} - {*table.fieldnames}:
-        raise ValueError(f"{file} has no column {min(missing)!r}: its first line must name path and label")
-    paths, labels = [], []
-    for row in table:
-        path, label = ((row[name] or "").strip() for name in ("path", "label"))
+    columns = path_column, label_column
+    separator = _separator(text, columns)
+    rows = _rows(file, text, separator)
+    first, names = next(rows, (1, []))
+    for column in columns:
+        if column not in names:
+            raise ValueError(f"{file} has no column {column!r}: its first line must name {' and '.join(columns)}")
+        if names.count(column) > 1:
+            raise ValueError(f"line {first} of {file} names two columns {column!r}: rename or remove one of them")
+    width = max(number for number, name in enumerate(names, start=1) if name)
+    found = list[tuple[str, str]]()
+    known = dict[str, tuple[int, str]]()  # path -> its first line and its label
+    for line, cells in rows:
+        if any(cells[width:]):
+            raise ValueError(
+                f"line {line} of {file} has {len(cells)} cells for {width} columns: put a path or label that contains "
+                f'a {_SEPARATORS[separator]} in quotes ("..."), or name the other columns in the first line'
+            )
+        cells += [""] * (len(names) - len(cells))
+        path, label = (cells[names.index(column)] for column in columns)
         if not path or not label:
-            raise ValueError(f"line {table.line_num} of {file} lacks a path or a label")
-        paths.append(file.parent / path)
-        labels.append(_composed(label))
-    if not paths:
+            raise ValueError(f"line {line} of {file} lacks a path or a label")
+        place = os.path.abspath(file.parent / path)  # noqa: PTH100 ("a/../b.jpg" is "b.jpg")
+        if _has_lines(label) or (_has_lines(path) and not os.path.exists(place)):  # noqa: PTH110 (False if too long)
+            raise ValueError(f'line {line} of {file} has a path or label of several lines: is a quote (") not closed?')
+        label = _composed(label)
+        other_line, other = known.setdefault(place, (line, label))
+        if other != label:
+            raise ValueError(f"lines {other_line} and {line} of {file} give {path} two labels, {other!r} and {label!r}")
+        found.append((path, label))
+    if not found:
         raise ValueError(f"{file} lists no image")
-    if not any(path.exists() for path in paths):
+    return found
+
+
+#: What may separate the cells of a table.
+_SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
+
+
+def _separator(text: str, columns: Collection[str]) -> str:
+    """The separator by which the first line has the columns; other names in it may contain any character."""
+    first = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
+
+    def known(separator: str) -> int:
+        names = next(csv.reader([first], delimiter=separator, skipinitialspace=True), [])
+        return sum(name.strip() in columns for name in names)
+
+    return max(_SEPARATORS, key=known)
+
+
+def _rows(file: Path, text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the first line and the cells of each row that is not empty."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+    line = 1
+    try:
+        for cells in reader:
+            if any(stripped := [cell.strip() for cell in cells]):
+                yield line, stripped
+            line = reader.line_num + 1
+    except csv.Error as error:
         raise ValueError(
-            f"none of the {len(paths)} files that {file} lists is there; the first would be {paths[0]}. "
-            "Relative paths start at the folder of the table: put it back where it was, or write full paths"
-        )
-    return paths, labels
+            f'line {line} of {file}: a quote (") is not closed, or text follows the closing one'
+        ) from error
+
+
+def _has_lines(text: str) -> bool:
+    return "\n" in text or "\r" in text
 
 
 def _composed(label: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import json
 import pickle
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fewshot_mahalanobis.extras import install_command
-from fewshot_mahalanobis.images.folders import is_image_name
+from fewshot_mahalanobis.images.folders import is_image_name, labelled_rows
 from fewshot_mahalanobis.research.data.hierarchy import Hierarchy, sampling_graph
 from fewshot_mahalanobis.research.data.readers import Bitmaps, ImageFiles, ImageRows, Reader, ZipMembers
 from fewshot_mahalanobis.research.data.sources import class_folders
@@ -215,9 +214,8 @@ def mini_imagenet(folder: Path, split: str) -> Listing:
     short = "val" if split == "valid" else split
     if (table := folder / f"{short}.csv").is_file():
         images: dict[str, list[str]] = {}
-        with table.open(newline="") as file:
-            for row in csv.DictReader(file):
-                images.setdefault(row["label"], []).append(f"images/{row['filename']}")
+        for name, label in labelled_rows(table, "filename", "label"):
+            images.setdefault(label, []).append(f"images/{name}")
         return Listing(images, partial(_as_files, folder))
     if (array := folder / f"mini-imagenet-cache-{short}.pkl").is_file():
         held = _unpickle(array)
