@@ -1,6 +1,8 @@
 """Sphinx configuration: ``sphinx-build -W docs docs/_build`` builds the site and runs the gallery's scripts."""
 
 import os
+import re
+from typing import Any
 
 import fewshot_mahalanobis
 
@@ -58,3 +60,24 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False, "show_prev_next": False}
 html_show_sourcelink = False
+
+
+def for_the_site(text: str) -> str:
+    """Links of a page as the site has them: pages of the gallery for its scripts, downloads for other files.
+
+    In the repository the pages link to the files themselves, so that links work for whoever reads them there.
+    """
+    text = re.sub(r"\]\(\.\./examples\)", "](auto_examples/index.rst)", text)
+    text = re.sub(r"\]\(\.\./examples/(plot_\w+)\.py\)", r"](auto_examples/\1.rst)", text)
+    return re.sub(
+        r"\[([^][]+)\]\((\.\./[^)#\s]+)\)", lambda link: f"{{download}}`{link[1].replace('`', '')} <{link[2]}>`", text
+    )
+
+
+def _rewrite(app: Any, name: str, source: list[str]) -> None:
+    source[0] = for_the_site(source[0])
+
+
+def setup(app: Any) -> None:
+    """Let Sphinx rewrite the links of each page as it reads it."""
+    app.connect("source-read", _rewrite)

