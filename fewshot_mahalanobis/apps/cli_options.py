@@ -30,14 +30,14 @@ class Precision(str, Enum):
 
 
 def check_output(path: Path, *, folder: bool = False) -> None:
-    """Raise ValueError if a command could not write its output, before it works for nothing."""
-    parent = path.absolute().parent
-    if not parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no folder {parent}. Make it first")
+    """Raise OSError if a command could not write its output, before it works for nothing."""
+    from fewshot_mahalanobis.checkpoints.files import check_writable
+
     if not folder and path.is_dir():
-        raise ValueError(f"cannot write {path}: it is a folder. Name a file in it")
+        raise IsADirectoryError(f"cannot write {path}: it is a folder. Name a file in it")
     if folder and path.exists() and not path.is_dir():
-        raise ValueError(f"cannot write to {path}: it is no folder")
+        raise NotADirectoryError(f"cannot write to {path}: it is no folder")
+    check_writable(path / "file" if path.is_dir() else path)
 
 
 def number_of(count: int, noun: str) -> str:

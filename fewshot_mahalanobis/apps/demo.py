@@ -14,6 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fewshot_mahalanobis.apps.example import photographs
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.picture import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -55,7 +56,8 @@ def run_demo(
         say(f"    {label} ({row.max():.0%})" + ("" if label == truth else f", which is wrong: {truth}"))
     figure = Figure()  # not pyplot's: no window, whatever the backend
     plot_task(classifier, example.support, example.labels, example.queries, example.truth, figure=figure)
-    figure.savefig(picture, dpi=110)
+    with atomic_replace(picture) as temporary:
+        figure.savefig(temporary, dpi=110)
     say(f"  drawn in {picture}")
 
     images, targets = digits()

@@ -18,6 +18,7 @@ import hashlib
 import os
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
@@ -73,7 +74,7 @@ def label_collection(
     gpus_per_worker: float = 0,
     images_per_file: int = 4096,
 ) -> Labelled:
-    """Label a collection on the Ray cluster that this process is connected to, or on this machine.
+    r"""Label a collection on the Ray cluster that this process is connected to, or on this machine.
 
     Parameters
     ----------
@@ -81,7 +82,8 @@ def label_collection(
         File that :meth:`SimpleCNAPSClassifier.save` wrote, on this machine.
     images : path, URI or list of paths
         A folder, searched with its sub-folders, or a list of image files, which every machine of the cluster must see
-        at the same place; or the URI of a folder in a storage that Arrow knows (s3://, gs://, hdfs://).
+        at the same place; or the URI of a folder in a storage that Arrow knows (s3://, gs://, hdfs://). Parquet holds
+        text: bytes of a name that are not UTF-8 are written as in ``caf\xe9.jpg``.
     output : path or URI
         Folder of Parquet files, made if absent. Images that have a row in it are not read again. Only one run at a time
         may write to it. Columns: "path" (absolute; for a URI bucket and key), "label" (that of ``predict``),
@@ -107,33 +109,27 @@ def label_collection(
     FileNotFoundError
         There is no such classifier or folder.
     ValueError
-        ``classifier`` is no saved classifier, there is no image, a number is not positive, or ``output`` has labels of
-        another classifier.
+        ``classifier`` is no saved classifier, there is no image, a number is not positive, ``output`` has labels of
+        another classifier, or two names look alike as text.
     ImportError
         Ray is not installed.
     """
     _require_ray()
-    import pyarrow as pa
+    _check_numbers(workers, cpus_per_worker, images_per_file=images_per_file)
     import pyarrow.compute as pc
 
-    digest = hashlib.sha256(_checked_file(classifier).read_bytes()).hexdigest().encode()
+    content = _checked_content(classifier)
+    digest = hashlib.sha256(content).hexdigest().encode()
     filesystem, paths = _list_images(images)
+    column = pc.unique(_path_column(paths))
+    texts = _texts(column)
     store, folder = _storage(output)
     store.create_dir(folder)
     known = _known_paths(store, folder, digest)
-    column = pc.unique(pa.array(paths, pa.string()))
-    to_do = column.filter(pc.invert(pc.is_in(column, value_set=known)))
+    to_do = column.filter(pc.invert(pc.is_in(texts, value_set=known)))
     labelled = unreadable = 0
     if len(to_do):
-        rows = label_images(
-            classifier,
-            to_do,
-            filesystem=filesystem,
-            workers=workers,
-            cpus_per_worker=cpus_per_worker,
-            gpus_per_worker=gpus_per_worker,
-            images_per_block=images_per_file,
-        )
+        rows = _labelled(content, to_do, filesystem, workers, cpus_per_worker, gpus_per_worker, images_per_file)
         run = uuid.uuid4().hex
         tables = cast("Iterable[pa.Table]", rows.iter_batches(batch_size=None, batch_format="pyarrow"))
         for number, table in enumerate(tables):
@@ -185,23 +181,35 @@ def label_images(
     """
     _require_ray()
     import pyarrow as pa
+
+    _check_numbers(workers, cpus_per_worker, images_per_block=images_per_block)
+    content = _checked_content(classifier)
+    column = paths.cast(pa.binary()) if isinstance(paths, pa.Array) else _path_column(paths)
+    return _labelled(content, column, filesystem, workers, cpus_per_worker, gpus_per_worker, images_per_block)
+
+
+def _labelled(
+    content: bytes,
+    paths: pa.Array,
+    filesystem: FileSystem | None,
+    workers: int | None,
+    cpus_per_worker: int,
+    gpus_per_worker: float,
+    images_per_block: int,
+) -> ray.data.Dataset:
+    """The data set of :func:`label_images`, for the bytes of a classifier's file and of paths."""
+    import pyarrow as pa
     import ray
     from ray.data import ActorPoolStrategy
 
-    numbers = {"workers": workers, "cpus_per_worker": cpus_per_worker, "images_per_block": images_per_block}
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be positive, got {number!r}")
-    file = _checked_file(classifier)
-    column = paths if isinstance(paths, pa.Array) else pa.array([os.fspath(path) for path in paths], pa.string())
     # Small enough blocks for every worker to have some.
-    size = min(images_per_block, max(1, -(-len(column) // (2 * workers)))) if workers else images_per_block
-    table = pa.table({"path": column})
+    size = min(images_per_block, max(1, -(-len(paths) // (2 * workers)))) if workers else images_per_block
+    table = pa.table({"path": paths})
     blocks = [table.slice(start, size) for start in range(0, max(len(table), 1), size)]
     return ray.data.from_arrow(blocks).map_batches(
         _Worker,
         fn_constructor_args=(
-            ray.put(file.read_bytes()),
+            ray.put(content),
             cpus_per_worker,
             "cuda" if gpus_per_worker else "cpu",
             filesystem,
@@ -232,7 +240,7 @@ class _Worker:
         self.schema = pa.schema(
             [
                 ("path", pa.string()),
-                ("label", pa.array(self.classifier.classes_.tolist()).type),
+                ("label", pa.array([_as_text(label) for label in self.classifier.classes_.tolist()]).type),
                 ("probability", pa.float64()),
                 ("error", pa.string()),
             ]
@@ -241,7 +249,7 @@ class _Worker:
     def __call__(self, batch: pa.Table) -> pa.Table:
         import pyarrow as pa
 
-        paths, size = batch["path"].to_pylist(), self.classifier.batch_size
+        paths, size = [os.fsdecode(path) for path in batch["path"].to_pylist()], self.classifier.batch_size
         chunks = [paths[start : start + size] for start in range(0, len(paths), size)]
         rows = []
         # Beside the network where a worker waits for a GPU or for files from elsewhere; a CPU has enough to do.
@@ -251,7 +259,8 @@ class _Worker:
             answers = iter(self._answers([image for image in images if not isinstance(image, str)]))
             for path, image in zip(chunk, images, strict=True):
                 label, probability, error = (None, None, image) if isinstance(image, str) else (*next(answers), None)
-                rows.append({"path": path, "label": label, "probability": probability, "error": error})
+                row = {"path": path, "label": label, "probability": probability, "error": error}
+                rows.append({name: _as_text(value) for name, value in row.items()})
         return pa.Table.from_pylist(rows, schema=self.schema)
 
     def _read(self, path: str) -> NDArray[np.uint8] | str:
@@ -281,10 +290,39 @@ def _require_ray() -> None:
         raise ImportError(f"{error}: {install_command('ray')}") from error
 
 
-def _checked_file(classifier: str | os.PathLike[str]) -> Path:
-    """Path of the classifier, after loading it here: Ray would restart workers that cannot load it for ever."""
+def _check_numbers(workers: int | None, cpus_per_worker: int, **images: int) -> None:
+    for name, number in {"workers": workers, "cpus_per_worker": cpus_per_worker, **images}.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be positive, got {number!r}")
+
+
+def _checked_content(classifier: str | os.PathLike[str]) -> bytes:
+    """Bytes of the classifier's file, after loading it here: Ray would restart workers that cannot for ever."""
     SimpleCNAPSClassifier.load(classifier, device="cpu")
-    return Path(classifier)
+    return Path(classifier).read_bytes()
+
+
+def _path_column(paths: Sequence[str | os.PathLike[str]]) -> pa.Array:
+    """Names of files are bytes: not every one is text."""
+    import pyarrow as pa
+
+    return pa.array([os.fsencode(path) for path in paths], pa.binary())
+
+
+def _texts(paths: pa.Array) -> pa.Array:
+    """What stands for each path in the results; ValueError if two different ones would look alike there."""
+    import pyarrow as pa
+
+    texts = pa.array([_as_text(os.fsdecode(path)) for path in paths.to_pylist()], pa.string())
+    if len(texts.unique()) < len(texts):
+        twice = Counter(texts.to_pylist()).most_common(1)[0][0]
+        raise ValueError(f"two files would be called {twice} in the results: rename the one that is not in UTF-8")
+    return texts
+
+
+def _as_text(value: Any) -> Any:
+    r"""A value for Parquet: in a name that is no UTF-8, the bytes that are none become ``\xe9``."""
+    return os.fsencode(value).decode("utf-8", "backslashreplace") if isinstance(value, str) else value
 
 
 def _list_images(
@@ -313,7 +351,10 @@ def _storage(place: str | os.PathLike[str]) -> tuple[FileSystem, str]:
     if isinstance(place, str) and "://" in place:
         filesystem, folder = FileSystem.from_uri(place)
         return filesystem, folder
-    return LocalFileSystem(), str(Path(place).resolve())
+    folder = str(Path(place).resolve())
+    if _as_text(folder) != folder:
+        raise ValueError(f"the name of the folder {_as_text(folder)} is not in UTF-8, which Arrow needs: rename it")
+    return LocalFileSystem(), folder
 
 
 def _known_paths(store: FileSystem, folder: str, digest: bytes) -> pa.ChunkedArray:

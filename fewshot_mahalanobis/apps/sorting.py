@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import filecmp
+import hashlib
+import itertools
 import os
 import re
 import shutil
+import stat
+import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fewshot_mahalanobis.apps.labelling import predict_files
-from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.checkpoints.files import atomic_replace, shortened
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
 __all__ = ["UNSURE", "SortedFile", "sort_files"]
 
 #: The folder of images whose class is in doubt.
 UNSURE = "unsure"
+#: Longest name of a file or folder on the usual file systems.
+MOST_BYTES = 255
+#: Names that mean a device on Windows, with any extension too.
+_DEVICES = re.compile(r"^(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³]|conin\$|conout\$)(?= *(\.|$))", re.IGNORECASE)
 
 
 class SortedFile(NamedTuple):
@@ -100,13 +108,23 @@ def sort_files(
 
 def _class_folders(labels: Sequence[str]) -> dict[str, str]:
     """Class -> name of its folder, which every operating system accepts."""
-    folders = {label: re.sub(r'[/\\:*?"<>|\x00-\x1f]|^\.|[. ]$', "_", label) or "_" for label in labels}
+    folders = {label: _folder_name(label) for label in labels}
     taken = {UNSURE: "the folder of unsure files"}
     for label, folder in folders.items():
-        other = taken.setdefault(folder.lower(), f"class {label!r}")
+        # Windows and macOS ignore case, macOS also which of Unicode's forms an accent is written in.
+        other = taken.setdefault(unicodedata.normalize("NFC", folder).casefold(), f"class {label!r}")
         if other != f"class {label!r}":
             raise ValueError(f"class {label!r} and {other} would share the folder {folder!r}: rename the class")
     return folders
+
+
+def _folder_name(label: str) -> str:
+    name = re.sub(r'[/\\:*?"<>|\x00-\x1f]|^\.|[. ]$', "_", label) or "_"
+    name = _DEVICES.sub(r"\1_", name)
+    if len(os.fsencode(name)) <= MOST_BYTES:
+        return name
+    digest = hashlib.sha256(os.fsencode(label)).hexdigest()[:12]  # tells long labels of one beginning apart
+    return f"{shortened(name, MOST_BYTES - len(digest) - 1)}-{digest}"
 
 
 def _absolute(path: Path) -> Path:
@@ -130,12 +148,10 @@ def _is_among(path: Path, files: dict[int, list[Path]]) -> bool:
 
 
 def _free_name(path: Path) -> Path:
-    """The path, or the first of "name-2.jpg", "name-3.jpg"... that does not exist."""
-    target, number = path, 1
-    while os.path.lexists(target):
-        number += 1
-        target = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return target
+    """The path, or the first of "name-2.jpg", "name-3.jpg"... that does not exist; a long name is shortened."""
+    endings = (f"-{number}" * (number > 1) + path.suffix for number in itertools.count(1))
+    names = (shortened(path.stem, MOST_BYTES - len(os.fsencode(ending))) + ending for ending in endings)
+    return next(target for target in map(path.with_name, names) if not os.path.lexists(target))
 
 
 def _put(source: Path, target: Path, how: str) -> None:
@@ -147,7 +163,7 @@ def _put(source: Path, target: Path, how: str) -> None:
     if how == "move" and same_disk and not source.is_symlink():  # a relative link would lead elsewhere
         source.rename(target)
         return
-    with atomic_replace(target) as temporary:
+    with atomic_replace(target, mode=stat.S_IMODE(source.stat().st_mode)) as temporary:  # a private picture stays so
         shutil.copy2(source, temporary)
     if how == "move":
         source.unlink()

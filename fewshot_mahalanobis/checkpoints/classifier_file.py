@@ -38,7 +38,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
 from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.heads import describe_head, head_from_description
@@ -242,6 +242,8 @@ def read_classifier(
     Raises
     ------
     FileNotFoundError
+    PermissionError
+        The file may not be read.
     ValueError
         The file is of another kind, of a newer version, damaged or incomplete; ``backbone`` is missing, not needed or
         another network; or there is no such device.
@@ -249,7 +251,7 @@ def read_classifier(
         The network comes from timm, and timm is absent.
     """
     path = Path(path)
-    if not path.is_file():
+    if not readable_file(path):
         raise FileNotFoundError(f"no saved classifier at {path}")
     target = choose_device(device)
     try:

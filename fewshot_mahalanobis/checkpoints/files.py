@@ -1,18 +1,19 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all. Everything that the package writes goes through here."""
 
 from __future__ import annotations
 
 import glob
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 @contextmanager
-def atomic_replace(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> Iterator[Path]:
     """Write a file or folder under a temporary name, then rename it to ``path``.
 
     Readers, and a process killed at any moment, see the old contents or the new ones. Two writers do not disturb each
@@ -21,7 +22,11 @@ def atomic_replace(path: str | os.PathLike[str]) -> Iterator[Path]:
     Parameters
     ----------
     path : path
-        In an existing folder. A folder can only take the place of an empty one.
+        In an existing folder. Links are followed: what they lead to is written, and they stay. A folder can only take
+        the place of an empty one.
+    mode : int, optional
+        Permissions of the file. By default it has those of the file that it replaces, with its owner and group where
+        the user may give files away; a new file has 0666 without the bits of the umask.
 
     Yields
     ------
@@ -32,15 +37,44 @@ def atomic_replace(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises
     ------
     OSError
-        The folder of ``path`` does not exist or cannot be written to.
+        As for :func:`check_writable`.
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
-    with tempfile.TemporaryDirectory(prefix=_prefix(path), dir=path.parent) as folder:
-        temporary = Path(folder) / path.name
+    target = _target(path)
+    with _temporary_folder(path, target) as folder:
+        temporary = folder / path.name
+        temporary.touch(0o666)  # how the umask is read: asking for it would change it for other threads
+        new_mode = stat.S_IMODE(temporary.stat().st_mode)
+        temporary.unlink()
         yield temporary
-        os.replace(temporary, path)
+        if not temporary.is_dir():
+            if target.is_dir():
+                raise IsADirectoryError(f"cannot write {path}: it is a folder. Name a file in it")
+            _set_permissions(temporary, target, new_mode if mode is None else mode, keep=mode is None)
+        os.replace(temporary, target)
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError if :func:`atomic_replace` could not write to ``path``; the message names the remedy.
+
+    Its folder is missing or cannot be written to, the file is write-protected, or something else than a file or folder
+    stands there, such as a device or a pipe.
+    """
+    with _temporary_folder(path, _target(path)):
+        pass
+
+
+def readable_file(path: Path) -> bool:
+    """Whether ``path`` is a file; PermissionError if it may not be read, which libraries call a missing file."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # neither a folder nor a pipe, which would block
+            return False
+        path.open("rb").close()
+    except PermissionError as error:
+        raise PermissionError(f"no permission to read {path}") from error
+    except (OSError, ValueError):  # the second for a name that no file can have
+        return False
+    return True
 
 
 def remove_leftovers(path: Path) -> None:
@@ -49,5 +83,57 @@ def remove_leftovers(path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def shortened(name: str, most_bytes: int) -> str:
+    """Return the beginning of a file name that has at most so many bytes, without half a character."""
+    return os.fsencode(name)[:most_bytes].decode("utf-8", "ignore") if len(os.fsencode(name)) > most_bytes else name
+
+
+def _target(path: Path) -> Path:
+    """Return where a path leads; OSError if that is no place for a file or folder."""
+    target = Path(os.path.realpath(path))  # of a dangling link, too
+    try:
+        old = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"cannot write {path}: there is no folder {target.parent}. Make it first") from None
+        return target
+    except PermissionError as error:
+        raise PermissionError(f"cannot write {path}: no permission to look into its folder") from error
+    if not stat.S_ISREG(old.st_mode) and not stat.S_ISDIR(old.st_mode):
+        raise OSError(f"cannot write {path}: it is {_kind(old)}, which must not be replaced. Name a file")
+    if not os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise PermissionError(f"cannot write {path}: it is write-protected. Name another file, or unprotect it")
+    return target
+
+
+def _kind(status: os.stat_result) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(status.st_mode), "a device")
+
+
+@contextmanager
+def _temporary_folder(path: Path, target: Path) -> Iterator[Path]:
+    """A folder beside the target, deleted when the block ends."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix=_prefix(target), dir=target.parent)
+    except OSError as error:
+        raise type(error)(f"cannot write {path} in the folder {target.parent}: {error.strerror}") from error
+    with made as folder:
+        yield Path(folder)
+
+
+def _set_permissions(file: Path, target: Path, mode: int, *, keep: bool) -> None:
+    """Give a file a mode or, with ``keep``, what the one has that it is to replace."""
+    if keep and target.exists():
+        old = target.stat()
+        mode = stat.S_IMODE(old.st_mode)
+        if hasattr(os, "chown"):  # not on Windows
+            for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
+                with suppress(PermissionError):
+                    os.chown(file, owner, group)
+    if stat.S_IMODE(file.stat().st_mode) != mode:  # a file system without modes refuses any change
+        file.chmod(mode)
+
+
 def _prefix(path: Path) -> str:
-    return f".saving-{path.name[:60]}-"  # names of files have a largest length
+    return f".saving-{shortened(path.name, 60)}-"  # names of files have a largest length

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
-from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
+from fewshot_mahalanobis.checkpoints.interrupts import held_signals
 from fewshot_mahalanobis.checkpoints.model import checked_settings, fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -154,7 +156,11 @@ def write_folder(
     config = json.dumps({"format_version": version, **settings}, indent=2, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic_replace(folder / CONFIG) as new_config, atomic_replace(folder / WEIGHTS) as new_weights:
+        with (
+            held_signals(signal.SIGINT),
+            atomic_replace(folder / CONFIG) as new_config,
+            atomic_replace(folder / WEIGHTS) as new_weights,
+        ):
             save_file(tensors, new_weights, metadata={"format": "pt"})
             new_config.write_text(config, encoding="utf-8")
             if card is not None:
@@ -216,7 +222,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         A file of the checkpoint is missing, or ``config.json`` is malformed or was written by a newer version.
     """
     for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():  # neither a folder nor a pipe, which would block
+        if not _readable(folder / name):
             raise CheckpointError(
                 f"{folder / name}: no such file. A checkpoint is a folder with {CONFIG} and {WEIGHTS}. If it is a "
                 "fitted classifier, use SimpleCNAPSClassifier.from_pretrained"
@@ -245,6 +251,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     del config["format_version"]
     return config
+
+
+def _readable(path: Path) -> bool:
+    """Whether a file is there; CheckpointError if it may not be read."""
+    try:
+        return readable_file(path)
+    except PermissionError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _to_storage(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -277,6 +291,7 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
     CheckpointError on anything else; the header is checked before any tensor is read.
     """
     remedy = "Save or download it again"
+    _readable(path)
     try:
         # The library compares the header's sizes with the file's before it allocates anything.
         with safe_open(path, framework="pt", device="cpu") as file:

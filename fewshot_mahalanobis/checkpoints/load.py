@@ -100,12 +100,18 @@ def _names_a_path(name: str) -> bool:
 
 def _local_folder(path: Path) -> Path:
     path = path.expanduser()
-    if os.path.isfile(path):  # noqa: PTH113
+    try:
+        path.stat()
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: no permission to look into the folder that it is in") from error
+    except (OSError, ValueError):  # the second for a name that no file can have
+        raise CheckpointError(f"{path}: no such folder") from None
+    if path.is_file():
         raise CheckpointError(
             f"{path}: is a file; give the folder that holds config.json and model.safetensors. A saved classifier is "
             "read by its class: SimpleCNAPSClassifier.load"
         )
-    if not os.path.isdir(path):  # noqa: PTH112
+    if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     return path
 

@@ -199,3 +199,56 @@ def test_what_cannot_be_used_is_refused_before_any_work(saved, collection, tmp_p
     pq.write_table(pyarrow.table({"path": ["a.jpg"]}), tmp_path / "labels" / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet has labels of another classifier"):
         label_collection(saved, collection, tmp_path / "labels")
+
+
+def test_names_and_classes_that_are_no_utf8_are_labelled_and_written_with_escapes(cluster, tmp_path):
+    """Names in the encodings of old archives; a damaged file among them; the second run knows them all."""
+    names = [b"caf\xe9.png", b"\x83t\x83@.png", b"plain.png", "schön.png".encode(), b"sub\xff/one.png", b"cut \xe9.jpg"]
+    folder = os.fsencode(tmp_path / "in")
+    for index, name in enumerate(names):
+        file = Path(os.fsdecode(os.path.join(folder, name)))  # noqa: PTH118 (bytes)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        noisy(list(COLOURS.values())[index % 3], index).save(file)
+    Path(os.fsdecode(folder + b"/" + names[-1])).write_bytes(b"\xff\xd8\xff")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = SimpleCNAPS(adaptation="none", image_size=64).eval()
+    support = [noisy(colour, seed) for seed, colour in enumerate(list(COLOURS.values()) * 3)]
+    classifier = SimpleCNAPSClassifier(model, device="cpu").fit(support, ["r\udce9d", "green", "blue"] * 3)
+    classifier.save(tmp_path / "m.safetensors")
+    for done in (Labelled(labelled=5, unreadable=1, known=0), Labelled(labelled=0, unreadable=0, known=6)):
+        assert label_collection(tmp_path / "m.safetensors", tmp_path / "in", tmp_path / "out", workers=1) == done
+    rows = {row["path"]: row for row in pq.read_table(tmp_path / "out").to_pylist()}
+    written = {f"{tmp_path}/in/" + name.decode("utf-8", "backslashreplace"): name for name in names}
+    assert rows.keys() == written.keys()
+    for path, name in written.items():
+        label, error = rows[path]["label"], rows[path]["error"]
+        if error is None:
+            assert label == os.fsencode(classifier.predict([os.fsdecode(folder + b"/" + name)])[0]).decode(
+                "utf-8", "backslashreplace"
+            )
+        else:
+            assert name == names[-1]
+    assert {row["label"] for row in rows.values()} == {r"r\xe9d", "green", "blue", None}
+
+
+def test_names_that_look_alike_as_text_are_refused_before_any_work(saved, tmp_path):
+    paths = [os.fsdecode(os.fsencode(tmp_path) + name) for name in (rb"/caf\xe9.png", b"/caf\xe9.png", b"/other.png")]
+    with pytest.raises(ValueError, match=r"two files would be called .*/caf\\xe9\.png in the results: rename"):
+        label_collection(saved, paths, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"name of the folder .*/out\\xff is not in UTF-8"):
+        label_collection(saved, paths[1:], os.fsdecode(os.fsencode(tmp_path) + b"/out\xff"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_driver_loads_the_classifier_once(cluster, saved, collection, tmp_path, monkeypatch):
+    loads, load = [], SimpleCNAPSClassifier.load
+
+    def counted(*arguments, **options):
+        loads.append(arguments)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(SimpleCNAPSClassifier, "load", counted)
+    files = sorted(collection.glob("0/picture *"))[:2]
+    assert label_collection(saved, files, tmp_path / "out", workers=1).labelled == 2
+    assert len(loads) == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +218,70 @@ def test_class_names_become_folders_of_any_system(files: list[Path], tmp_path: P
     classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), [names[n] for n in LABELS])
     sorted_files, _ = sort_files(classifier, files, tmp_path / "deep" / "sorted", min_probability=0)
     assert {file.sorted_as.parent.name for file in sorted_files} == {"sky_blue", "__", "red_"}
+
+
+@pytest.mark.parametrize(
+    ("label", "folder"),
+    [
+        ("con", "con_"),
+        ("NUL", "NUL_"),
+        ("Com1.old", "Com1_.old"),
+        ("lpt9 ", "lpt9_"),
+        ("aux .jpg", "aux_ .jpg"),
+        ("CONOUT$", "CONOUT$_"),
+        ("com¹", "com¹_"),
+        ("con_", "con_"),
+        ("console", "console"),
+        ("com10", "com10"),
+        ("my con", "my con"),
+    ],
+)
+def test_a_class_called_like_a_device_of_windows_gets_another_folder(
+    label: str, folder: str, files: list[Path], tmp_path: Path
+) -> None:
+    names = {"blue": label, "green": "b", "red": "c"}
+    classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), [names[n] for n in LABELS])
+    sorted_files, _ = sort_files(classifier, files, tmp_path / "sorted", min_probability=0)
+    assert {file.sorted_as.parent.name for file in sorted_files if file.label == label} == {folder}
+
+
+def test_classes_that_another_system_would_put_into_one_folder_are_refused(files: list[Path], tmp_path: Path) -> None:
+    for labels in (["con", "con_"], ["STRASSE", "straße"], ["caf\u00e9", "cafe\u0301"], ["x?", "x*"]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `fit` says that they look alike
+            classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), labels * 4)
+        with pytest.raises(ValueError, match=r"would share the folder .*: rename the class"):
+            sort_files(classifier, files, tmp_path / "sorted")
+        assert not (tmp_path / "sorted").exists()
+
+
+@pytest.mark.parametrize("character", ["a", "é", "猫", "🐈"])
+@pytest.mark.parametrize("how", ["copy", "link", "move"])
+def test_names_that_are_too_long_are_shortened_and_found_again(
+    character: str, files: list[Path], tmp_path: Path, how: Any
+) -> None:
+    long = character * 300
+    names = {"blue": long + "1", "green": long + "2", "red": character}
+    classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), [names[n] for n in LABELS])
+    renamed, stem = [], character * (251 // len(character.encode()))
+    for file in files:  # of two folders, so that names are taken; the longest that there can be
+        renamed.append(file.rename(file.with_name(stem[: -int(file.stem) - 1] + "x" * int(file.stem) + ".png")))
+    originals = sorted(path.read_bytes() for path in renamed)
+    sorted_files, _ = sort_files(classifier, renamed, tmp_path / "sorted", how=how, min_probability=0)
+    by_label = {file.label: file.sorted_as.parent.name for file in sorted_files}
+    assert len(set(by_label.values())) == len(by_label) == 3
+    assert all(folder.startswith(character) for folder in by_label.values())
+    assert sorted(file.sorted_as.read_bytes() for file in sorted_files) == originals
+    assert {file.sorted_as.suffix for file in sorted_files} == {".png"}
+    if how != "move":
+        assert sort_files(classifier, renamed, tmp_path / "sorted", how=how, min_probability=0) == ([], {})
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX")
+@pytest.mark.parametrize("mode", [0o600, 0o444, 0o755])
+def test_a_copy_has_the_mode_of_its_picture(
+    mode: int, classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path
+) -> None:
+    files[0].chmod(mode)
+    [file], _ = sort_files(classifier, files[:1], tmp_path / "sorted")
+    assert stat.S_IMODE(file.sorted_as.stat().st_mode) == mode

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.research.episodes.sampling import Episode
 
 
@@ -34,4 +35,5 @@ def plot_ways_and_shots(episodes: Mapping[str, Sequence[Episode]], path: str | P
         axes.set_ylabel(title)
         axes.set_yscale("log")
     axes.set_xticks(range(1, len(episodes) + 1), list(episodes), rotation=90)
-    figure.savefig(path)
+    with atomic_replace(path) as temporary:
+        figure.savefig(temporary)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.research.evaluation.averages import averages
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Group, Result
 
@@ -66,5 +67,6 @@ def plot_curves(results: Sequence[Result], folder: str | Path) -> list[Path]:
         figure = Figure(figsize=(6.4, 4.4), layout="constrained")
         plot_accuracy(curve, against, ax=figure.subplots())
         files.append(folder / f"accuracy_by_{against}.png")
-        figure.savefig(files[-1], dpi=150)
+        with atomic_replace(files[-1]) as temporary:
+            figure.savefig(temporary, dpi=150)
     return files

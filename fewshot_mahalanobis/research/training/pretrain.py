@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.images.decode import to_network_range
 from fewshot_mahalanobis.networks.devices import native_dtype, precision_name
 from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
@@ -275,7 +276,8 @@ def pretrain(
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise ValueError(f"the weights are NaN or infinite: try another folder than {output}, and a smaller peak_lr")
     if accelerator.is_main_process:
-        save_file(weights, str(run.path / "backbone.safetensors"))
+        with atomic_replace(run.path / "backbone.safetensors") as temporary:
+            save_file(weights, temporary)
     accelerator.wait_for_everyone()
     with torch.device("meta"):
         trained = FilmResNet18()  # with ordinary BatchNorm again
