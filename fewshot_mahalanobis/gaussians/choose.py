@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fewshot_mahalanobis.gaussians.checks import check_support
-from fewshot_mahalanobis.gaussians.groups import examples_left, group_weights, joined_groups
+from fewshot_mahalanobis.gaussians.groups import joined_groups, left_out_weights
 from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
@@ -59,11 +59,10 @@ def choose_beta(
     features = features.detach().double()
     variance = float(features.var(dim=0).mean()) if len(features) > 1 else 0.0
     groups = joined_groups(groups)
-    stays = examples_left(labels, groups) > 0
-    if variance == 0.0 or not stays.any():
+    weights = left_out_weights(labels, groups)
+    left_out = float(weights.sum())
+    if variance == 0.0 or left_out == 0.0:
         return replace(settings, beta=variance or 1.0)
-    weights = None if groups is None else group_weights(groups)
-    left_out = float(stays.sum() if weights is None else weights[stays].sum())
     posterior: list[tuple[float, CovarianceSettings]] = []
     for factor in BETA_GRID:
         candidate = replace(settings, beta=factor * variance)

@@ -56,3 +56,13 @@ def group_weights(groups: Tensor) -> Tensor:
     """Weight of each example (n,), so that every group has a weight of 1."""
     _, groups, sizes = groups.unique(return_inverse=True, return_counts=True)
     return 1 / sizes[groups].to(working_dtype(groups))
+
+
+def left_out_weights(labels: Tensor, groups: Tensor | None) -> Tensor:
+    """How many left-out examples each example counts as, (n,): every group counts as one.
+
+    Examples whose class goes with their group count as none, and the others of the group stand for all of it.
+    """
+    counted = examples_left(labels, groups) > 0
+    weights = counted.to(working_dtype(labels))
+    return weights if groups is None else weights.masked_scatter(counted, group_weights(groups[counted]))

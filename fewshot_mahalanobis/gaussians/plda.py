@@ -41,9 +41,9 @@ from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, Regularized
 from fewshot_mahalanobis.gaussians.groups import (
     effective_counts,
     examples_left,
-    group_weights,
     groups_by_size,
     joined_groups,
+    left_out_weights,
 )
 from fewshot_mahalanobis.gaussians.leave_one_out import removal_weights
 from fewshot_mahalanobis.gaussians.low_rank import MAX_CHUNK_NUMBERS, deviations
@@ -266,7 +266,7 @@ class _Likelihood:
             self.rows = order[torch.isin(groups[order], chosen)]
         self.left_out = LeftOut(x, labels, counts, groups)
         self.labels = labels[self.rows]
-        self.weights = x.new_ones(len(self.rows)) if groups is None else group_weights(groups[self.rows]).to(x)
+        self.weights = left_out_weights(labels, groups)[self.rows].to(x)
         self.examples = float(self.weights.sum())
 
     def fitted(self, settings: PldaSettings, share: float = 0.0) -> tuple[PldaSettings, float]:
@@ -424,7 +424,7 @@ class _GroupsAtBeta:
         """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
         parts, distance, total = self.parts, 0.0, 0.0
         of_all, of_others = effective_counts(parts.labels, self.groups)
-        weights = group_weights(self.groups)
+        weights = left_out_weights(parts.labels, self.groups)
         for left in self._left(self.groups):
             stays = of_others[left.rows] > 0
             rows, own = left.rows[stays], left.own_distances()[stays]

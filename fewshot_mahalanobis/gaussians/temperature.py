@@ -39,8 +39,9 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     Parameters
     ----------
     logits : Tensor of shape (n, k)
-        As by ``Head.leave_one_out_logits``. An example whose own class is at minus infinity, the only one of its
-        class, says nothing about T and is left out.
+        As by ``Head.leave_one_out_logits``, minus infinity for classes that went with an example and its group. An
+        example whose own class went says nothing about T and is not counted; for the others the classes that went do
+        not exist.
     labels : int64 Tensor of shape (n,)
         0..k-1.
     weights : Tensor of shape (n,), optional
@@ -66,24 +67,30 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
 
 
 def temperature_fit(logits: Tensor, labels: Tensor, smoothing: float, weights: Tensor | None = None) -> TemperatureFit:
-    """Fit a temperature with ``smoothing`` pseudo-examples of every class beside each example's own."""
+    """Fit a temperature with ``smoothing`` pseudo-examples of every class beside each example's own.
+
+    Classes at minus infinity are no classes of that example: it has no pseudo-examples of them.
+    """
     logits, labels = logits.detach().double().cpu(), labels.cpu()
     weights = logits.new_ones(len(labels)) if weights is None else weights.double().cpu()
-    told = torch.isfinite(logits.gather(1, labels[:, None]))[:, 0]
-    if not told.any():
+    present = logits > -torch.inf
+    counted = present.gather(1, labels[:, None])[:, 0]
+    if not counted.any():
         raise ValueError("a temperature is fitted on left-out examples: at least one class needs two")
-    logits, labels, weights = logits[told], labels[told], weights[told, None]
-    n, k = float(weights.sum()), logits.shape[1]
+    logits, labels, weights, present = logits[counted], labels[counted], weights[counted, None], present[counted]
+    n, k = float(weights.sum()), present.sum(dim=1, keepdim=True).double()
     total = n + k * smoothing
-    targets = torch.full_like(logits, smoothing / total).scatter(1, labels[:, None], (n + smoothing) / total)
-    spread = float(logits.std(dim=1).mean()) if k > 1 else 0.0
-    if spread == 0.0:
-        return TemperatureFit(1.0, math.log(k), 0.0)
-    logits = logits / spread
+    targets = (smoothing / total * present).scatter(1, labels[:, None], (n + smoothing) / total)
+    mean = logits.where(present, 0.0).sum(dim=1, keepdim=True) / k
+    spread = float(logits.where(present, mean).std(dim=1).mean()) if logits.shape[1] > 1 else 0.0
+    scaled = logits / (spread or 1.0)
 
     def loss(log_temperature: float) -> float:
-        return -float((weights * targets * torch.log_softmax(logits / math.exp(log_temperature), dim=1)).sum()) / n
+        log_p = torch.log_softmax(scaled / math.exp(log_temperature), dim=1)
+        return -float((weights * targets * log_p.where(present, 0.0)).sum()) / n
 
+    if spread == 0.0:
+        return TemperatureFit(1.0, loss(0.0), 0.0)
     # Convex in 1 / T, so log T has one minimum; ten e-foldings from the logits' spread all is uniform or one-hot.
     best = minimize_scalar(loss, bounds=(-10.0, 10.0), method="bounded", options={"xatol": 1e-6})
     gain = n * (loss(-math.log(spread)) - float(best.fun))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.groups import effective_counts, examples_left, group_weights
+from fewshot_mahalanobis.gaussians.groups import effective_counts, left_out_weights
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.features import Features
@@ -64,7 +64,8 @@ def calibrate(
         A setting is out of its range, an outlier score is wanted and no class has two groups, or as ``head``.
     """
     check_settings(temperature, false_rejection_rate)
-    paired = examples_left(labels, groups) > 0  # a class of one is gone when its example is left out
+    weights = left_out_weights(labels, groups).cpu()
+    paired = weights > 0  # a class of one is gone when its example is left out
     if reject and not paired.any():
         copies = "" if groups is None else " that are not copies or of one group"
         raise ValueError(
@@ -76,7 +77,6 @@ def calibrate(
     terms = [(head, support.adapted)]
     if reject and similarities:
         terms += [(term.head, term.of(support)) for term in SIMILARITIES]
-    paired = paired.cpu()
     left_out = [_left_out(term, features, labels, groups)[paired] for term, features in terms]
     support_labels, support_groups = labels, groups
     labels, groups = labels.cpu(), None if groups is None else groups.cpu()
@@ -87,7 +87,7 @@ def calibrate(
         with torch.no_grad():
             common = head.common_distance(support.adapted, support_labels, support_groups).cpu().double()[paired]
         logits = _as_far_as_queries(left_out[0], own, shrink ** (head.distance_power / 2), common)
-        temperature = fit_temperature(logits, own, None if of_groups is None else group_weights(of_groups))
+        temperature = fit_temperature(logits, own, weights[paired])
     if not reject:
         return float(temperature), None
     if head.distance_power == 2:

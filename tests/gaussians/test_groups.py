@@ -19,6 +19,7 @@ from fewshot_mahalanobis.gaussians.groups import (
     group_weights,
     groups_by_size,
     joined_groups,
+    left_out_weights,
 )
 from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
 from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings, leave_one_out_plda_logits
@@ -40,6 +41,13 @@ def grouped_tasks(draw: st.DrawFn) -> Task:
     n = len(labels)
     groups = torch.tensor(draw(st.lists(st.integers(0, draw(st.integers(0, n))), min_size=n, max_size=n)))
     return features, labels, 10 * groups + labels if draw(st.booleans()) else groups
+
+
+def sorted_by_class(task: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Support features and labels of a task, class after class."""
+    features, labels, _ = task
+    order = labels.argsort(stable=True)
+    return features[order], labels[order]
 
 
 def without_groups(task: Task, missing: float, fitted) -> Tensor:  # type: ignore[no-untyped-def]
@@ -110,7 +118,7 @@ def test_a_group_whose_removal_is_lost_to_rounding_is_refused() -> None:
 def naive_fit(task: Task, beta: float, share: float = 0.0) -> tuple[PldaSettings, float, float]:
     """Settings that suit a beta and f = share * t, by refitting; their loss, and its sum over means of classes."""
     x, labels, groups = task
-    k, weights = int(labels.max()) + 1, 1 / (groups[:, None] == groups).sum(dim=1).double()
+    k = int(labels.max()) + 1
     sizes = [groups[labels == label].bincount().double() for label in range(k)]
     effective = torch.stack([size.sum() ** 2 / size.square().sum() for size in sizes])
 
@@ -127,6 +135,7 @@ def naive_fit(task: Task, beta: float, share: float = 0.0) -> tuple[PldaSettings
             number = groups[others].bincount().double()
             z = x[i] - x[others].mean(dim=0)
             own[i] = z @ inverse(rest) @ z / (1 + number.square().sum() / number.sum() ** 2)
+    weights = 1 / ((groups[:, None] == groups) & told).sum(dim=1)  # each group counts as one
     distance = float((weights * own)[told].sum() / weights[told].sum())
     means = torch.stack([x[labels == label].mean(dim=0) for label in range(k)])
     centred = means - means.mean(dim=0)
@@ -176,13 +185,16 @@ def naive_choice(task: Task) -> PldaSettings:
         ([5, 3, 4], [0, 1, 2, 0, 3, 4, 0, 5, 1, 6, 7, 6]),  # unequal; three in one group
         ([3, 4, 2], [0, 1, 2, 3, 4, 4, 5, 6, 6]),  # a class that is one group
         ([3] * 10 + [2, 2], [0, 0, *range(1, 33)]),  # more classes than choose the power
+        ([3, 2], [0, 1, 2, 0, 0]),  # a whole class with part of the other
+        ([4, 2, 3], [0, 1, 2, 3, 1, 1, 4, 5, 6]),  # a whole class with part of one of two
+        ([3, 4, 2, 1], [0, 1, 2, 3, 4, 5, 3, 0, 0, 5]),  # two whole classes, each with part of another
     ],
 )
 @pytest.mark.parametrize("kind", ["of both signs", "even", "skewed"])
 def test_plda_settings_are_those_that_refitting_without_each_group_says(
     shots: list[int], groups: list[int], kind: str
 ) -> None:
-    x, labels, _ = make_task(3, shots, 8, dtype=torch.float64)
+    x, labels = sorted_by_class(make_task(3, shots, 8, dtype=torch.float64))
     x = x + labels[:, None]
     if kind != "of both signs":
         x = x - x.min() if kind == "even" else x.exp()
@@ -227,15 +239,26 @@ def test_copies_are_no_further_evidence_for_a_temperature() -> None:
     assert fit_temperature(*twice, torch.full((6,), 0.5)) == 1.0
 
 
-def test_beta_is_what_left_out_groups_and_the_prior_make_most_probable() -> None:
-    features, labels, _ = make_task(5, [4, 3, 5], 12, dtype=torch.float64)
+#: Groups of make_task(5, [4, 3, 5], 12) twice: copies; a whole class with part of another; two of them with parts.
+BETA_GROUPS = [
+    [*range(12)] * 2,
+    [*range(4), 3, 3, 3, *range(4, 9), *range(9, 13), 3, 3, 3, *range(13, 18)],
+    [0, 1, 2, 3, 3, 3, 3, 4, 5, 5, 5, 5, 6, 7, 8, 3, 3, 3, 3, 5, 5, 5, 5, 5],
+]
+
+
+@pytest.mark.parametrize("groups", BETA_GROUPS)
+def test_beta_is_what_left_out_groups_and_the_prior_make_most_probable(groups: list[int]) -> None:
+    features, labels = sorted_by_class(make_task(5, [4, 3, 5], 12, dtype=torch.float64))
     features = features + 3 * torch.randn(features.shape, generator=torch.Generator().manual_seed(1)).double()
-    task = torch.cat([features, features]), labels.repeat(2), torch.arange(12).repeat(2)
+    task = torch.cat([features, features]), labels.repeat(2), torch.tensor(groups)
+    weights = left_out_weights(task[1], task[2])
     variance, losses = float(task[0].var(dim=0).mean()), []
     for factor in BETA_GRID:
         head = MahalanobisHead(RegularizedCovariance(factor * variance))
-        fit = temperature_fit(without_groups(task, -torch.inf, of_head(head)), task[1], 1.0, torch.full((24,), 0.5))
-        losses.append(12 * fit.loss + (math.log10(factor) - 1) ** 2 / (2 * 0.5**2))
+        fit = temperature_fit(without_groups(task, -torch.inf, of_head(head)), task[1], 1.0, weights)
+        losses.append(float(weights.sum()) * fit.loss + (math.log10(factor) - 1) ** 2 / (2 * 0.5**2))
+    assert all(math.isfinite(loss) for loss in losses)
     expected = BETA_GRID[losses.index(min(losses))] * variance
     assert choose_beta(CovarianceSettings("auto"), *task).ridge == pytest.approx(expected)
 
@@ -256,6 +279,9 @@ def test_helpers_of_groups() -> None:
     assert examples_left(labels, groups).tolist() == [1, 1, 2, 2, 2, 2]
     assert examples_left(labels, None).tolist() == [2] * 6
     assert group_weights(groups).tolist() == [0.5, 0.5, 0.5, 0.5, 1.0, 1.0]
+    assert left_out_weights(labels, groups).tolist() == [0.5, 0.5, 0.5, 0.5, 1.0, 1.0]
+    assert left_out_weights(labels, torch.tensor([0, 1, 0, 0, 0, 0])).tolist() == [0.5, 1.0, 0.5, 0.0, 0.0, 0.0]
+    assert left_out_weights(torch.tensor([0, 1, 1]), None).tolist() == [0.0, 1.0, 1.0]
     of_classes, without_groups = effective_counts(labels, groups)
     assert of_classes.tolist() == pytest.approx([9 / 5, 3])
     assert without_groups.tolist() == pytest.approx([1, 1, 1, 2, 2, 2])

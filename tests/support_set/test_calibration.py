@@ -79,6 +79,49 @@ def test_examples_alone_in_their_class_are_left_out() -> None:
         fit_temperature(alone[-1:], torch.tensor([1]))
 
 
+@pytest.mark.parametrize("classes_gone", [(3,), (1, 3), (0,)])
+def test_classes_that_went_with_an_example_are_no_classes_of_it(classes_gone: tuple[int, ...]) -> None:
+    """Against a naive search over the classes that stay, each with its own pseudo-examples."""
+    logits, labels = drawn(4.0, n=60)
+    logits = logits.double()
+    for i in range(0, 60, 2):
+        logits[i, [label for label in classes_gone if label != labels[i]]] = -torch.inf
+
+    def cross_entropy(temperature: float) -> float:
+        total = 0.0
+        for row, label in zip(logits, labels, strict=True):
+            present = row > -torch.inf
+            targets = (60 * F.one_hot(label, 4)[present].double() + 0.25 / 4) / (60 + 0.25 / 4 * int(present.sum()))
+            total -= float((targets * torch.log_softmax(row[present] / temperature, dim=0)).sum())
+        return total
+
+    temperatures = np.exp(np.linspace(0, 3, 601))
+    best = float(temperatures[int(np.argmin([cross_entropy(t) for t in temperatures]))])
+    assert fit_temperature(logits, labels) == pytest.approx(best, rel=0.01)
+
+
+@pytest.mark.parametrize("head", ["auto", "mahalanobis", "euclidean", "cosine"])
+@pytest.mark.parametrize(
+    ("labels", "groups"),
+    [
+        ("aaabb", [0, 1, 2, 0, 0]),
+        ("aaaabbccc", [0, 1, 2, 3, 1, 1, 4, 5, 6]),
+        ("aaaabbbbc", [0, 1, 2, 0, 3, 4, 5, 0, 0]),
+        ("aabbcc", [0, 1, 0, 0, 1, 1]),
+    ],
+)
+def test_a_group_may_hold_a_whole_class_and_part_of_another(head: str, labels: str, groups: list[int]) -> None:
+    centres = 8 * np.eye(6)[["abc".index(label) for label in labels]]
+    X = centres + np.random.default_rng(0).normal(size=centres.shape)
+    beta = "auto" if head == "mahalanobis" else None
+    classifier = MahalanobisClassifier(beta, head=head, temperature="auto", unknown_label="?", false_rejection_rate=0.4)
+    classifier.fit(X, [*labels], groups=groups)
+    assert 0 < classifier.temperature_ < np.inf
+    assert classifier.threshold_ is not None
+    assert np.isfinite(classifier.predict_proba(X)).all()
+    assert classifier.predict(X[:1]).tolist() == ["a"]
+
+
 def test_logits_that_say_nothing_leave_the_temperature_at_one() -> None:
     assert fit_temperature(torch.zeros(6, 3), torch.tensor([0, 0, 1, 1, 2, 2])) == 1.0
 
