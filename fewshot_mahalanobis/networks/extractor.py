@@ -73,15 +73,10 @@ class FrozenNetwork(nn.Module):
         self.image_size = image_size
         self.foldable = foldable
         self.film_positions: dict[str, int] = {}
-        self._partly_folded: list[nn.Module] = []
 
     def train(self: Self, mode: bool = True) -> Self:
         """Stay in evaluation mode."""
         return nn.Module.train(self, False)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> FrozenNetwork:
-        self._partly_folded.clear()
-        return super()._apply(fn, recurse)
 
     def prepared(self, images: Tensor) -> Tensor:
         """Images (n, 3, s, s) in [-1, 1] -> what the network reads."""
@@ -115,9 +110,8 @@ class FrozenNetwork(nn.Module):
         with torch.autocast(images.device.type, torch.bfloat16) if bfloat16 else nullcontext():
             if film is None:
                 return _vectors(self.network(x))
-            if not self._partly_folded:  # the other BatchNorms are constant: a third of the time
-                self._partly_folded.append(fold_network(self.network, self.foldable, keep=[*self.film_positions]))
-            network = self._partly_folded[0]
+            # BatchNorms without FiLM are a third of the time, and folding them anew, as the weights are now, is little.
+            network = fold_network(self.network, self.foldable, keep=[*self.film_positions])
             return _vectors(functional_call(network, modulated_parameters(network, film), (x,)))
 
     def folded(self, film: Film | None = None) -> nn.Module:

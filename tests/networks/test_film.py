@@ -117,6 +117,44 @@ def test_identity_film_is_the_plain_network(name):
             assert difference(found, wanted) < 1e-5
 
 
+def load_other_weights(network: nn.Module) -> None:
+    network.load_state_dict({name: 0.9 * x if x.is_floating_point() else x for name, x in network.state_dict().items()})
+
+
+def change_convolutions_in_place(network: nn.Module) -> None:
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.data.mul_(0.9)
+
+
+def replace_convolutions(network: nn.Module) -> None:
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight = nn.Parameter(0.9 * module.weight.detach(), requires_grad=False)
+
+
+def change_statistics(network: nn.Module) -> None:
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.add_(0.1)
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "resnet50"])
+@pytest.mark.parametrize(
+    "change", [load_other_weights, change_convolutions_in_place, replace_convolutions, change_statistics]
+)
+def test_film_follows_weights_that_change_after_a_forward_pass(name, change):
+    backbone = copy.deepcopy(make_model(name).feature_extractor)
+    film = make_film(backbone)
+    with torch.no_grad():
+        before = backbone(IMAGES, film)
+        change(backbone.network)
+        after = backbone(IMAGES, film)
+        assert difference(after, before) > 0.01
+        assert difference(after, backbone.for_inference(film)(IMAGES)) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "resnet50", "mobilenetv3_small_050"])
 def test_no_batch_norm_is_left_at_inference(name):
     folded = make_model(name).feature_extractor.for_inference()
