@@ -134,6 +134,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     (3,)
     """
 
+    _noun = "image"
     device_: torch.device
     model_: SimpleCNAPS
     precision_: str

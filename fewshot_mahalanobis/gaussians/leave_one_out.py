@@ -251,10 +251,10 @@ def _without_groups(
 ) -> Tensor:
     """Distances (n, k) of centred examples to the classes without their groups."""
     distances = x.new_full((len(x), len(counts)), torch.inf)
-    classes = class_groups(x, labels, counts, centre, settings)
+    whole = class_groups(x, labels, counts, centre, settings)
     for left in _left_groups(x, labels, counts, groups, settings):
         rows = left.rows.flatten()
-        for group in classes:
+        for group in whole:
             metric = make_metric(group, left.shared, settings.ridge)
             columns = _of_untouched_classes(metric, x, left, group.shared_weight * left.shared.scale)
             distances = distances.index_put((rows[:, None], group.classes[None]), columns)
@@ -265,12 +265,14 @@ def _without_groups(
         sizes = torch.stack([counts[touched[:, 1]], held[touched[:, 0], touched[:, 1]]], dim=1)
         for shots, lost in sizes.unique(dim=0).tolist():
             pairs = touched[(sizes == sizes.new_tensor([shots, lost])).all(dim=1)]
-            members = _members(labels, counts, pairs[:, 1], shots)  # (P, shots)
             if shots - lost == 1:
+                members = _members(labels, counts, pairs[:, 1], shots)  # (P, shots)
                 stays = ~(members[:, :, None] == left.rows[pairs[:, 0], None]).any(dim=2)
                 own = _of_classes_of_one(x, members[stays], pairs, left, centre, settings)
             else:
-                own = _of_touched_classes(x, members, pairs, shots - lost, left, settings)
+                classes, places = pairs[:, 1].unique(return_inverse=True)
+                members = x[_members(labels, counts, classes, shots)]
+                own = _of_touched_classes(x, members, classes, places, pairs[:, 0], shots - lost, left, settings)
             distances = distances.index_put((left.rows[pairs[:, 0]], pairs[:, 1:]), own)
     return distances
 
@@ -338,16 +340,26 @@ def _of_classes_of_one(
 
 
 def _of_touched_classes(
-    x: Tensor, members: Tensor, pairs: Tensor, shots: int, left: _LeftGroups, settings: CovarianceSettings
+    x: Tensor,
+    of_class: Tensor,
+    classes: Tensor,
+    places: Tensor,
+    groups: Tensor,
+    shots: int,
+    left: _LeftGroups,
+    settings: CovarianceSettings,
 ) -> Tensor:
-    """Distances (P, g) of the members of P groups to classes (P, n_k) of which ``shots`` > 1 examples stay."""
+    """Distances (P, g) of the members of ``groups`` (P,) to classes of which ``shots`` > 1 examples stay.
+
+    The classes are given by their places (P,) in ``classes`` (k',), whose examples are ``of_class`` (k', n_k, d).
+    """
     # A table (k', w) of the pairs of each class, in which its first fills what is empty.
-    classes, places, numbers = pairs[:, 1].unique(return_inverse=True, return_counts=True)
+    numbers = places.bincount()
     order, starts = places.argsort(stable=True), numbers.cumsum(0) - numbers
-    slots = torch.arange(len(pairs), device=x.device) - starts.repeat_interleave(numbers)
+    slots = torch.arange(len(groups), device=x.device) - starts.repeat_interleave(numbers)
     table = order[starts, None].repeat(1, int(numbers.max()))
     table[places[order], slots] = order
-    lost, of_class = pairs[table, 0], x[members[table[:, 0]]]  # groups (k', w), examples (k', n_k, d)
+    lost = groups[table]  # (k', w)
 
     weight = settings.class_weight(shots)
     roots = class_roots(of_class, weight, shots - 1)
@@ -363,7 +375,7 @@ def _of_touched_classes(
     g = rows.shape[2]
     inverse_weights = x.new_zeros(*rows.shape[:2], 2 * g, 2 * g)
     identity = torch.eye(g, dtype=x.dtype, device=x.device)
-    inverse_weights[..., :g, :g] = identity - own[..., None] * own[..., None, :] / members.shape[1]
+    inverse_weights[..., :g, :g] = identity - own[..., None] * own[..., None, :] / of_class.shape[1]
     inverse_weights[..., g:, g:] = left.inverse_weights[lost]
     found = _downdated(delta, torch.cat(u, dim=2), inverse_weights)
     return found[places[order], slots][order.argsort()]

@@ -162,10 +162,16 @@ def class_group(members: Tensor, classes: Tensor, centre: Tensor, settings: Cova
 
 
 def class_roots(members: Tensor, weight: float, freedom: int) -> Tensor:
-    """Roots (k', n_k - 1, d) of ``weight`` / ``freedom`` times the classes' scatter; no rows for a weight of zero."""
+    """Roots (k', r, d) of ``weight`` / ``freedom`` times the classes' scatter; no rows for a weight of zero.
+
+    They have r = n_k - 1 rows, which saves time where n_k is small, or n_k, where that takes less memory.
+    """
     if weight == 0.0:
         return members[:, :0]
-    return math.sqrt(weight / max(freedom, 1)) * _contrasts(members.shape[1], members) @ members
+    scale, (shots, width) = math.sqrt(weight / max(freedom, 1)), members.shape[1:]
+    if shots > width:
+        return scale * (members - members.mean(dim=1, keepdim=True))
+    return scale * _contrasts(shots, members) @ members
 
 
 def _contrasts(n: int, like: Tensor) -> Tensor:

@@ -190,7 +190,11 @@ class MeansWithout(NamedTuple):
         sums = features.new_zeros(len(sizes), features.shape[1]).index_add(0, index, features)
         left = counts[parts[1]] - sizes
         without = (counts[parts[1], None] * means[parts[1]] - sums) / left.clamp(min=1)[:, None]
-        rows, pairs = (groups[:, None] == parts[0]).nonzero().T
+        # The parts are sorted by group: each example takes those of its group, one after the other.
+        _, group, of_group = parts[0].unique_consecutive(return_inverse=True, return_counts=True)
+        numbers, first = of_group[group[index]], (of_group.cumsum(0) - of_group)[group[index]]
+        rows = torch.arange(len(labels), device=labels.device).repeat_interleave(numbers)
+        pairs = torch.arange(len(rows), device=rows.device) - (numbers.cumsum(0) - numbers - first)[rows]
         return cls(rows, parts[1][pairs], without[pairs], left[pairs] > 0)
 
     def put(self, logits: Tensor, moved: Tensor) -> Tensor:

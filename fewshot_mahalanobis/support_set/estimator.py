@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ class FittedHeadMixin(ClassifierMixin):
     """
 
     fitted_head_: FittedHead
+    #: What ``summary`` calls an example.
+    _noun: ClassVar[str] = "example"
 
     def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
         """Check queries and yield their features batch by batch, with those that the outlier score needs if asked."""
@@ -167,7 +169,7 @@ class FittedHeadMixin(ClassifierMixin):
     def summary(self) -> SupportSummary:
         """Examples a class, leave-one-out accuracy, confusions, and support examples that look wrong; ``print`` it."""
         check_is_fitted(self)
-        return summarise(self.fitted_head_)
+        return summarise(self.fitted_head_, self._noun)
 
     def _predictions(self, X: Any, method: str, transductive: bool = False) -> Iterator[tuple[Features, Any]]:
         check_is_fitted(self)

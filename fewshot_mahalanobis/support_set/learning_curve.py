@@ -94,7 +94,9 @@ class LearningCurve:
         Accuracy on images that were left out, by the number m of images a class that stay; of smaller classes all but
         one. The last is that of leave-one-out, ``SupportSummary.accuracy``.
     measured_by_class : dict of label to dict of int to float
-        The same for each class that has two images.
+        The same for each class that has two examples.
+    noun : str
+        What the text calls an example: "image" where they are images.
     """
 
     counts: dict[Any, int]
@@ -102,6 +104,7 @@ class LearningCurve:
     measured_by_class: dict[Any, dict[int, float]]
     _mode: Tensor = field(compare=False, repr=False)  # a_1 to a_k, b
     _covariance: Tensor = field(compare=False, repr=False)  # (k + 1, k + 1), of their normal approximation
+    noun: str = "example"
 
     @property
     def usual_count(self) -> int:
@@ -157,23 +160,26 @@ class LearningCurve:
     def advice(self) -> str:
         """One sentence: whether more images would help, and of which class."""
         if self.expected(self.usual_count).accuracy - self.expected().accuracy < _LITTLE:
-            return f"More pictures would bring little: {self.usual_count} more of each class, less than 1 point."
-        label, images, sure = self.most_useful
+            return f"More {self.noun}s would bring little: {self.usual_count} more of each class, less than 1 point."
+        label, number, sure = self.most_useful
         if not sure:
-            return f"More pictures may help, of {label} first, but which class needs them most is uncertain."
-        return f"About {images} more picture{'s' * (images > 1)} of {label} should help most."
+            return f"More {self.noun}s may help, of {label} first, but which class needs them most is uncertain."
+        return f"About {number} more {self.noun}{'s' * (number > 1)} of {label} should help most."
 
     def __str__(self) -> str:
         fewer = ", ".join(f"{m}: {accuracy:.0%}" for m, accuracy in self.measured.items())
         more = f"with {self.usual_count} more of each class {self.expected(self.usual_count)}"
-        return f"With fewer images a class: {fewer}\nExpected on new images: {self.expected()}; {more}\n{self.advice}"
+        return (
+            f"With fewer {self.noun}s a class: {fewer}\nExpected on new {self.noun}s: {self.expected()}; {more}\n"
+            f"{self.advice}"
+        )
 
     @property
     def _shots(self) -> Tensor:
         return torch.tensor([*self.counts.values()], dtype=torch.float64, device="cpu")
 
 
-def learning_curve(fitted: FittedHead, left_out_logits: Tensor) -> LearningCurve | None:
+def learning_curve(fitted: FittedHead, left_out_logits: Tensor, noun: str = "example") -> LearningCurve | None:
     """Measure the accuracy with fewer images a class, and fit what more would bring.
 
     Parameters
@@ -181,11 +187,13 @@ def learning_curve(fitted: FittedHead, left_out_logits: Tensor) -> LearningCurve
     fitted : FittedHead
     left_out_logits : Tensor of shape (n, k)
         ``Head.leave_one_out_logits`` of its support set.
+    noun : str
+        What the text calls an example.
 
     Returns
     -------
     LearningCurve or None
-        None if no class has two images, copies not counted.
+        None if no class has two examples, copies not counted.
     """
     sets = _Sets(fitted)
     if sets.counts.max() == 1:
@@ -211,6 +219,7 @@ def learning_curve(fitted: FittedHead, left_out_logits: Tensor) -> LearningCurve
         },
         mode,
         covariance,
+        noun,
     )
 
 

@@ -1,11 +1,11 @@
-"""A fitted support set at a glance: images a class, leave-one-out accuracy, confusions, and images to look at again.
+"""A fitted support set at a glance: its classes, leave-one-out accuracy, confusions, and examples to look at again.
 
-Every support image is left out in turn, with its copies, and compared with the others, exactly
-(``Head.leave_one_out_logits``). The network stays adapted to all of them. Suspect images are
+Every support example is left out in turn, with its copies, and compared with the others, exactly
+(``Head.leave_one_out_logits``). The network stays adapted to all of them. Suspects are
 
 - **wrong labels**: another class is at least four times as probable as their own;
-- **near-duplicates**: two images whose features are equal, or much closer than those of nearest neighbours usually are;
-- **outliers**: unlike the other images of their class, by the cosine of their features with the mean of the others.
+- **near-duplicates**: two examples whose features are equal, or much closer than nearest neighbours usually are;
+- **outliers**: unlike the other examples of their class, by the cosine of their features with the mean of the others.
 
 The limits were chosen on 5-way 10-shot tasks of ten image sets: ``benchmarks/suspects.py``.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.groups import examples_left, group_weights
+from fewshot_mahalanobis.gaussians.groups import left_out_weights
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import CosineHead
 from fewshot_mahalanobis.support_set.copies import number_of_copies
@@ -40,11 +40,13 @@ OUTLIER_DEVIATIONS = 3.0
 MAX_IMBALANCE = 5
 #: Most lines of a kind in the text.
 MAX_LINES = 10
+#: Rows of distances at a time.
+_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """How many support images of class ``label`` the others put into class ``predicted``."""
+    """How many support examples of class ``label`` the others put into class ``predicted``."""
 
     label: Any
     predicted: Any
@@ -53,7 +55,7 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A support image to look at again.
+    """A support example to look at again.
 
     Attributes
     ----------
@@ -62,11 +64,11 @@ class Suspect:
     label : label
     kind : {"wrong label", "near-duplicate", "outlier"}
     predicted : label, optional
-        Of a wrong label: the class that the others make most probable.
+        The class that the others make most probable; for wrong labels.
     odds : float, optional
-        Of a wrong label: how many times as probable that class is as the given one.
+        How many times as probable that class is as the given one; for wrong labels.
     twin : int, optional
-        Of a near-duplicate: the place of the other image.
+        The place of the other example; for near-duplicates.
     """
 
     index: int
@@ -84,19 +86,21 @@ class SupportSummary:
     Attributes
     ----------
     counts : dict of label to int
-        Support images of each class.
+        Support examples of each class.
     right, counted : int
-        Support images classified correctly by the others, and images that were left out: those that are not alone in
+        Support examples classified correctly by the others, and those that were left out: all that are not alone in
         their class, copies not counted.
     confusions : list of Confusion
         Most frequent first.
     suspects : list of Suspect
         Wrong labels, then near-duplicates, then outliers, each most suspect first.
     copies : int
-        Support images beyond the first of each group that was left out together: copies, or those of a common group
+        Support examples beyond the first of each group that was left out together: copies, or those of a common group
         given to ``fit``.
     curve : LearningCurve or None
-        Accuracy with fewer images a class, and what more would bring; None if no class has two images.
+        Accuracy with fewer examples a class, and what more would bring; None if no class has two.
+    noun : str
+        What the text calls an example: "image" where they are images.
     """
 
     counts: dict[Any, int]
@@ -106,10 +110,11 @@ class SupportSummary:
     suspects: list[Suspect]
     copies: int = 0
     curve: LearningCurve | None = None
+    noun: str = "example"
 
     @property
     def accuracy(self) -> float:
-        """Leave-one-out accuracy, from 0 to 1; NaN if no class has two images."""
+        """Leave-one-out accuracy, from 0 to 1; NaN if no class has two examples."""
         return self.right / self.counted if self.counted else float("nan")
 
     def __str__(self) -> str:
@@ -121,25 +126,25 @@ class SupportSummary:
         Parameters
         ----------
         names : sequence of n, optional
-            What to call the support images, such as their paths; by default "image 0", "image 1"...
+            What to call the support examples, such as the paths of images; by default "image 0", "image 1"...
         """
-        lines = [f"{sum(self.counts.values())} support images of {len(self.counts)} classes"]
+        total = sum(self.counts.values())
+        lines = [f"{total} support {self.noun}s of {len(self.counts)} classes"]
         lines += [f"  {label}: {number}" for label, number in self.counts.items()]
         fewest, most = min(self.counts, key=self.counts.__getitem__), max(self.counts, key=self.counts.__getitem__)
         if self.counts[most] >= MAX_IMBALANCE * self.counts[fewest]:
             lines.append(f"Very different sizes: {fewest!r} has {self.counts[fewest]}, {most!r} {self.counts[most]}.")
         if self.copies:
-            images = sum(self.counts.values())
             lines.append(
-                f"Copies: {self.copies} of {images} images are copies of others or of one group with them; in "
-                f"leave-one-out they count as {images - self.copies}"
+                f"Copies: {self.copies} of {total} {self.noun}s are copies of others or of one group with them; in "
+                f"leave-one-out they count as {total - self.copies}"
             )
         if self.counted:
             lines.append(f"Leave-one-out accuracy: {self.right} of {self.counted} ({self.accuracy:.0%})")
         else:
             lines.append(
-                "Leave-one-out accuracy: not measured, as every class has one image. A second image of each would show "
-                "it, and how much more of them would help"
+                f"Leave-one-out accuracy: not measured, as every class has one {self.noun}. A second {self.noun} of "
+                "each would show it, and how much more of them would help"
             )
         if self.curve is not None:
             lines.append(str(self.curve))
@@ -147,27 +152,38 @@ class SupportSummary:
             lines.append("Most confused:")
             lines += [f"  {c.label} taken for {c.predicted}: {c.images}" for c in self.confusions[:MAX_LINES]]
         for kind in ("wrong label", "near-duplicate", "outlier"):
-            found = [_sentence(suspect, names) for suspect in self.suspects if suspect.kind == kind]
+            found = [self._sentence(suspect, names) for suspect in self.suspects if suspect.kind == kind]
             if found:
                 lines += [f"Possible {kind}s:", *(f"  {sentence}" for sentence in found[:MAX_LINES])]
             if len(found) > MAX_LINES:
                 lines.append(f"  and {len(found) - MAX_LINES} more")
         return "\n".join(lines)
 
+    def _sentence(self, suspect: Suspect, names: Sequence[Any] | None) -> str:
+        def name(index: int) -> str:
+            return f"{self.noun} {index}" if names is None else str(names[index])
 
-def summarise(fitted: FittedHead) -> SupportSummary:
-    """Summarise a fitted support set by exact leave-one-out."""
+        start = f"{name(suspect.index)} ({suspect.label})"
+        if suspect.odds is not None:
+            return f"{start}: {suspect.predicted} is {_times(suspect.odds)} as probable"
+        if suspect.twin is not None:
+            return f"{start}: almost the same as {name(suspect.twin)}"
+        return f"{start}: unlike the other {self.noun}s of its class"
+
+
+def summarise(fitted: FittedHead, noun: str = "example") -> SupportSummary:
+    """Summarise a fitted support set by exact leave-one-out; ``noun`` is what the text calls an example."""
     labels, features = fitted.labels.cpu(), fitted.support.adapted
     names = fitted.classes.tolist()
     with torch.no_grad():
         logits = fitted.settled.leave_one_out_logits(features, fitted.labels, fitted.groups).double().cpu()
         cosines = CosineHead().leave_one_out_logits(features, fitted.labels, fitted.groups).double().cpu()
     counts = labels.bincount(minlength=len(names))
-    counted = examples_left(fitted.labels, fitted.groups).cpu() > 0
+    weights = left_out_weights(fitted.labels, fitted.groups).cpu()
+    counted = weights > 0
     predicted = logits.argmax(dim=1)
     wrong = counted & (predicted != labels)
     pairs = Counter(zip(labels[wrong].tolist(), predicted[wrong].tolist(), strict=True))
-    weights = None if fitted.groups is None else group_weights(fitted.groups)
     mislabelled = _wrong_labels(logits, labels, wrong, weights)
     known = set(mislabelled)
     return SupportSummary(
@@ -181,12 +197,13 @@ def summarise(fitted: FittedHead) -> SupportSummary:
             *(Suspect(i, names[labels[i]], "outlier") for i in _outliers(cosines, labels, counted) if i not in known),
         ],
         number_of_copies(fitted.groups),
-        learning_curve(fitted, logits),
+        learning_curve(fitted, logits, noun),
+        noun,
     )
 
 
-def _wrong_labels(logits: Tensor, labels: Tensor, wrong: Tensor, weights: Tensor | None) -> dict[int, float]:
-    """Images with another class more probable than their own -> the odds, highest first."""
+def _wrong_labels(logits: Tensor, labels: Tensor, wrong: Tensor, weights: Tensor) -> dict[int, float]:
+    """Examples with another class more probable than their own -> the odds, highest first."""
     if not wrong.any():
         return {}
     own = logits.gather(1, labels[:, None])[:, 0]
@@ -196,20 +213,33 @@ def _wrong_labels(logits: Tensor, labels: Tensor, wrong: Tensor, weights: Tensor
 
 
 def _near_duplicates(features: Tensor) -> list[tuple[int, int]]:
-    """Pairs of images with almost the same features, closest first."""
+    """Pairs of examples with almost the same features, closest first."""
     if len(features) < 3:
         return []
-    distances = torch.cdist(features.double(), features.double()).fill_diagonal_(torch.inf)
-    (nearest, second), (twins, _) = (part.T for part in distances.topk(2, largest=False))
-    rounding = 1e-4 * features.double().norm(dim=1).median()  # copies in another batch may differ by that
-    usual = second[second > rounding].median()  # NaN, which nothing is below, if each image is there three times
-    close = ((nearest <= rounding) | (nearest < DUPLICATE_SHARE * usual)).nonzero()[:, 0]
-    pairs = {(min(i, j), max(i, j)) for i, j in zip(close.tolist(), twins[close].tolist(), strict=True)}
-    return sorted(pairs, key=lambda pair: (float(distances[pair]), pair))
+    x = features.double()
+    (nearest, second), (twins, _) = (part.T for part in _two_nearest(x))
+    rounding = 1e-4 * x.norm(dim=1).median()  # copies in another batch may differ by that
+    usual = second[second > rounding].median()  # NaN, which nothing is below, if each example is there three times
+    close = ((nearest <= rounding) | (nearest < DUPLICATE_SHARE * usual)).nonzero()[:, 0].tolist()
+    pairs = {
+        (min(i, twin), max(i, twin)): float(nearest[i]) for i, twin in zip(close, twins[close].tolist(), strict=True)
+    }
+    return sorted(pairs, key=lambda pair: (pairs[pair], pair))
+
+
+def _two_nearest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Distances (n, 2) of examples (n, d) to the nearest two others, and which these are."""
+    found = []
+    for start in range(0, len(x), _ROWS):
+        distances = torch.cdist(x[start : start + _ROWS], x)
+        distances.diagonal(start).fill_(torch.inf)
+        found.append(distances.topk(2, largest=False))
+    nearest, others = zip(*found, strict=True)
+    return torch.cat(nearest), torch.cat(others)
 
 
 def _outliers(cosines: Tensor, labels: Tensor, counted: Tensor) -> list[int]:
-    """Images unlike the others of their class, most unlike first."""
+    """Examples unlike the others of their class, most unlike first."""
     if counted.sum() < 3:
         return []
     distance = (1 - cosines.gather(1, labels[:, None])[:, 0]).clamp(min=1e-12).log()
@@ -217,18 +247,6 @@ def _outliers(cosines: Tensor, labels: Tensor, counted: Tensor) -> list[int]:
     deviation = 1.4826 * (distance[counted] - median).abs().median()  # the standard deviation, if they are normal
     far = counted & (distance > median + OUTLIER_DEVIATIONS * deviation)
     return sorted(far.nonzero()[:, 0].tolist(), key=lambda i: -float(distance[i]))
-
-
-def _sentence(suspect: Suspect, names: Sequence[Any] | None) -> str:
-    def name(index: int) -> str:
-        return f"image {index}" if names is None else str(names[index])
-
-    start = f"{name(suspect.index)} ({suspect.label})"
-    if suspect.odds is not None:
-        return f"{start}: {suspect.predicted} is {_times(suspect.odds)} as probable"
-    if suspect.twin is not None:
-        return f"{start}: almost the same picture as {name(suspect.twin)}"
-    return f"{start}: unlike the other images of its class"
 
 
 def _times(odds: float) -> str:

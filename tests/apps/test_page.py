@@ -163,7 +163,7 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
         assert {f"{round(p * 100)}%" for p in row} <= set(re.findall(r"\d+%", shown))
         expect(answers.locator(".neighbours img")).to_have_count(6)
         expect(classes.locator(".enough svg")).to_be_visible()
-        expect(classes.locator(".enough")).to_contain_text(re.compile(r"More pictures|About \d+ more picture"))
+        expect(classes.locator(".enough")).to_contain_text(re.compile(r"More images|About \d+ more image"))
         assert contrast(page, "#classes .enough div") >= 4.5
         keep(page, "app-answer", full_page=True)
 

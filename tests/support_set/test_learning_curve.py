@@ -148,7 +148,7 @@ def test_it_is_the_same_every_time_and_leaves_the_global_generator_alone() -> No
 def test_one_image_a_class_gives_no_curve_and_says_why() -> None:
     summary = summarise(fitted(*task([1, 1, 1])))
     assert summary.curve is None
-    assert "A second image of each would show it" in str(summary)
+    assert "A second example of each would show it" in str(summary)
 
 
 def test_the_fit_is_at_its_mode() -> None:
@@ -191,18 +191,18 @@ def test_a_small_class_is_what_needs_more() -> None:
     assert curve.most_useful.label == "dog"
     assert curve.most_useful.sure
     assert 2 <= curve.most_useful.images <= 10
-    assert curve.advice == f"About {curve.most_useful.images} more pictures of dog should help most."
+    assert curve.advice == f"About {curve.most_useful.images} more examples of dog should help most."
 
 
 def test_equal_classes_of_few_images_are_not_told_apart() -> None:
     curve = curve_of(fitted(*task([4, 4, 4])))
     assert not curve.most_useful.sure
-    assert curve.advice.startswith("More pictures may help, of ")
+    assert curve.advice.startswith("More examples may help, of ")
     assert curve.advice.endswith("which class needs them most is uncertain.")
 
 
 def test_where_all_is_right_more_would_bring_little() -> None:
-    assert curve_of(fitted(*task([20, 20, 20], spread=0.1))).advice.startswith("More pictures would bring little")
+    assert curve_of(fitted(*task([20, 20, 20], spread=0.1))).advice.startswith("More examples would bring little")
 
 
 def test_the_summary_of_features_has_it_too() -> None:
@@ -210,7 +210,7 @@ def test_the_summary_of_features_has_it_too() -> None:
     summary = MahalanobisClassifier().fit(features.numpy(), CLASSES[labels.numpy()]).summary()
     assert summary.curve is not None
     assert str(summary.curve) in str(summary)
-    assert "With fewer images a class: 1: " in str(summary)
+    assert "With fewer examples a class: 1: " in str(summary)
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
