@@ -33,12 +33,13 @@ from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.checkpoints.web_page import RUNTIME_BYTES
 from fewshot_mahalanobis.heads import transduction
 from fewshot_mahalanobis.networks import devices
+from fewshot_mahalanobis.research.data.datasets import DATA_SETS
 from fewshot_mahalanobis.research.data.layouts import class_split
 from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, TRAINING
 from fewshot_mahalanobis.research.evaluation.paper_figures import published_figure
 from fewshot_mahalanobis.research.evaluation.result import Result
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe
-from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, rejection_threshold
+from fewshot_mahalanobis.support_set.unknown import rejection_threshold
 from tests.checkpoints.checkpoint_server import hub_on_this_machine
 from tests.research.data import trees
 
@@ -94,15 +95,7 @@ def the_same_examples_every_time() -> Iterator[None]:
     hypothesis.settings.load_profile("before")
 
 
-@pytest.fixture
-def the_terms_of_the_outlier_score() -> Iterator[None]:
-    """Those of the package, again after a page has added one."""
-    kept = SIMILARITIES[:]
-    yield
-    SIMILARITIES[:] = kept
-
-
-@pytest.mark.usefixtures("the_same_examples_every_time", "the_terms_of_the_outlier_score")
+@pytest.mark.usefixtures("the_same_examples_every_time")
 @pytest.mark.filterwarnings("ignore:.*wordnet:UserWarning")  # ImageNet's hierarchy, which the page tells of
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
@@ -117,20 +110,6 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
             hub.commit("timm/resnet18.a1_in1k", {"model.safetensors": weights})
         for block in blocks(page, "python"):
             exec(compile(block, str(page), "exec"), names)
-
-
-@pytest.mark.parametrize("heading", ["Add a head", "Add a backbone", "Add an outlier score", "Add a data source"])
-def test_each_way_to_extend_the_package_takes_about_ten_lines(heading: str) -> None:
-    section = (ROOT / "CONTRIBUTING.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    code = BLOCK.findall(section)[0][1]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 12
-
-
-def test_the_head_of_the_contributing_page_has_the_properties_of_heads() -> None:
-    names: dict[str, Any] = {}
-    exec(blocks(ROOT / "CONTRIBUTING.md", "python")[0], names)
-    few = hypothesis.settings(max_examples=5, derandomize=True, deadline=None)
-    names["check_head"](lambda width: names["ChebyshevHead"](), without=["rotation_changes_nothing"], settings=few)
 
 
 def test_the_first_picture_is_what_its_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,11 +388,10 @@ def test_the_page_of_the_data_has_the_rules_and_the_classes_of_the_code() -> Non
         ("most queries a class", a.max_queries, b.max_queries),
     ):
         assert f"| {name} | {one} | {other} |" in page
-    rows = dict(re.findall(r"^\| `(\w+)` \*? ?\|(?:.*?\|){2}(.*)\|$", page, re.MULTILINE))
-    for name in ("ilsvrc_2012", "aircraft", "cu_birds", "dtd", "quickdraw", "fungi", "vgg_flower"):
-        classes = class_split(name)
-        numbers = [int(re.findall(r"\d+", cell)[0]) for cell in rows[name].split("|")]
-        assert numbers == [len(classes[split]) for split in ("train", "valid", "test")], name
+    for name, data_set in DATA_SETS.items():
+        classes = (data_set.splits.get(split) for split in ("train", "valid", "test"))
+        cells = " | ".join(f"{of[0]} ({of[1]:,})" if of else "" for of in classes).replace("|  |", "| |")
+        assert re.search(rf"^\| `{name}` .*\| {re.escape(cells.strip())} \|$", page, re.MULTILINE), f"{name}: {cells}"
 
 
 def test_constants_of_the_method_are_those_that_the_pages_name() -> None:
