@@ -18,6 +18,7 @@ import hashlib
 import os
 import tempfile
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.decode import DecodedBatch, decode_batches
-from fewshot_mahalanobis.images.folders import find_images, is_image_name
+from fewshot_mahalanobis.images.folders import find_images, image_names
 from fewshot_mahalanobis.images.picture import read_square
 from fewshot_mahalanobis.images.ranges import checked_range
 
@@ -334,14 +335,29 @@ def _list_images(
     if isinstance(images, str) and "://" in images:
         filesystem, folder = _storage(images)
         entries = filesystem.get_file_info(FileSelector(folder, recursive=True))
-        paths = sorted(entry.path for entry in entries if entry.type == FileType.File and is_image_name(entry.path))
-        if not paths:
-            raise ValueError(f"{images} holds no image")
-        return filesystem, paths
-    files = find_images(Path(images)).paths if isinstance(images, str | os.PathLike) else images
+        files_below = {
+            entry.path.removeprefix(folder).lstrip("/"): entry.path for entry in entries if entry.type == FileType.File
+        }
+        names, note = image_names(files_below)
+        if not names:
+            raise ValueError(f"{images} holds no image. {note}".rstrip())
+        _warn_of_left_out(images, note)
+        return filesystem, sorted(files_below[name] for name in names)
+    files: Sequence[str | os.PathLike[str]]
+    if isinstance(images, str | os.PathLike):
+        found = find_images(Path(images))
+        _warn_of_left_out(images, found.note())
+        files = found.paths
+    else:
+        files = images
     if not len(files):
         raise ValueError("there are no images: the list is empty")
     return None, [os.path.abspath(file) for file in files]  # noqa: PTH100 (keeps a million strings strings)
+
+
+def _warn_of_left_out(images: str | os.PathLike[str], note: str) -> None:
+    if note:
+        warnings.warn(f"{os.fspath(images)}: {note}", stacklevel=4)
 
 
 def _storage(place: str | os.PathLike[str]) -> tuple[FileSystem, str]:

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from fewshot_mahalanobis.apps.labelling import predict_files
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, shortened
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.images.folders import class_folders_in
 
 __all__ = ["UNSURE", "SortedFile", "sort_files"]
 
@@ -135,8 +136,8 @@ def _absolute(path: Path) -> Path:
 def _files_by_size(output: Path) -> dict[int, list[Path]]:
     """Size in bytes -> files in the class folders, links included."""
     files = defaultdict[int, list[Path]](list)
-    for path in output.glob("*/*"):
-        if path.is_file():
+    for folder in class_folders_in(output)[0] if output.is_dir() else []:
+        for path in filter(Path.is_file, folder.iterdir()):
             files[path.stat().st_size].append(path)
     return files
 

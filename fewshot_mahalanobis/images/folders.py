@@ -9,9 +9,9 @@ import re
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from fewshot_mahalanobis.images.formats import REMEDIES, image_suffixes, starts_as_image
 
@@ -25,12 +25,24 @@ __all__ = [
     "read_labels",
 ]
 
-#: What macOS, Windows, network drives and Jupyter leave behind, in lower case.
-_JUNK = {
-    *(".ds_store", "icon\r", ".spotlight-v100", ".trashes", ".trash", ".fseventsd", ".temporaryitems", "__macosx"),
-    *("thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
-    *("@eadir", ".ipynb_checkpoints"),
+#: Files that macOS and Windows leave behind, in lower case.
+_JUNK_FILES = {".ds_store", "icon\r", "thumbs.db", "ehthumbs.db", "desktop.ini"}
+#: Bins, thumbnails, snapshots and the like of operating systems and network drives, in lower case. Folders whose names
+#: begin with a dot are left out too: of version control, caches, bins of Linux, thumbnails of QNAP...
+_SYSTEM_FOLDERS = {
+    *("$recycle.bin", "recycler", "system volume information", "found.000", "$winreagent", "msocache"),  # Windows
+    *("__macosx", "temporary items", "network trash folder", "thevolumesettingsfolder"),  # macOS
+    *("lost+found",),  # Linux
+    *("@eadir", "@tmp", "#recycle", "#snapshot", "@sharebin", "@database"),  # Synology
+    *("@recycle", "@recently-snapshot", "network recycle bin", "@__thumb"),  # QNAP
+    *("~snapshot", "trashbox"),  # NetApp, Buffalo
+    *("__pycache__", "lightroom previews.lrdata"),
 }
+#: Names of the parts of a data set; the group is the kind of part.
+_SPLIT = re.compile(
+    r"(?:[a-z]+[ _-])?(train|val|dev|test|eval|holdout|support|query)(?:ing|id|idation|uation)?"
+    r"(?:[ _-]?(?:set|data|images|\d{4}))?|(?:fold|split)[ _-]?(\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -42,14 +54,16 @@ class FolderImages:
     paths : list of Path
         In the natural order of their names, 2 before 10.
     ignored : Counter of str
-        Other files by kind: "HEIC file", "MP4 file", "broken link"... Junk of the operating system is not counted.
+        Other files by kind: "HEIC file", "MP4 file", "broken link"...; and folders that hold no pictures of the user's
+        by name: ".git folder", "@eaDir folder". Single files of the operating system, such as .DS_Store, are not
+        counted.
     """
 
     paths: list[Path]
     ignored: Counter[str] = field(default_factory=Counter)
 
     def note(self) -> str:
-        """One sentence about the files that were left out; empty if there are none."""
+        """One sentence about what was left out; empty if that is nothing."""
         return f"Left out: {_listed(self.ignored)}." if self.ignored else ""
 
 
@@ -79,7 +93,8 @@ def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
     """Image files of a folder with one sub-folder a class, and their labels.
 
     A file is an image if its extension, in any case, is that of an image format, or if its first bytes are. Sub-folders
-    of a class folder are searched too.
+    of a class folder are searched too. Hidden folders, and the bins and thumbnails of operating systems and network
+    drives, are left out.
 
     Parameters
     ----------
@@ -98,12 +113,13 @@ def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
     FileNotFoundError
         There is no folder at ``path``.
     ValueError
-        Fewer than two sub-folders have images. The message lists the other files.
+        Fewer than two sub-folders have images (the message lists the other files); or the sub-folders are no classes,
+        but parts of a data set, such as "train" and "val", or all have the same sub-folders.
 
     Warns
     -----
     UserWarning
-        Files were left out (the warning counts them by kind), or class folders have no image.
+        Files or folders were left out (the warning counts them by kind), or class folders have no image.
 
     Examples
     --------
@@ -122,16 +138,21 @@ def find_class_images(path: str | os.PathLike[str]) -> ClassImages:
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {str(root)!r}: expected one with a sub-folder of images for each class")
     paths, labels, empty, ignored = list[Path](), list[str](), list[str](), Counter[str]()
+    sub_folders = dict[str, set[str]]()  # of each class with images; "" for images in the class folder itself
     for entry in sorted(root.iterdir(), key=lambda e: natural_key(e.name)):
-        if _is_junk(entry.name):
-            continue
-        if entry.is_dir():
+        if entry.is_dir() and _is_system_folder(entry.name):
+            ignored[f"{entry.name} folder"] += 1
+        elif entry.is_dir():
             images = find_images(entry, allow_empty=True)
             paths += images.paths
             labels += [_composed(entry.name)] * len(images.paths)
             ignored += images.ignored
-            if not images.paths:
+            if images.paths:
+                sub_folders[entry.name] = {"".join(file.relative_to(entry).parts[:-1][:1]) for file in images.paths}
+            else:
                 empty.append(entry.name)
+        elif _is_junk(entry.name):
+            continue
         elif (kind := _kind(entry)) is None:
             ignored["image outside the class folders"] += 1
         else:
@@ -139,8 +160,39 @@ def find_class_images(path: str | os.PathLike[str]) -> ClassImages:
     result = ClassImages(paths, ignored, labels, empty)
     if len(set(labels)) < 2:
         have = f"one sub-folder with images, {labels[0]!r}" if labels else "no sub-folder with images"
-        raise ValueError(f"{root} has {have}; at least two are needed, one for each class. {result.note()}".rstrip())
+        nested = any(len(names - {""}) > 1 for names in sub_folders.values())
+        hint = f"Are the classes in {str(root / labels[0])!r}? " if nested else ""
+        raise ValueError(
+            f"{root} has {have}; at least two are needed, one for each class. {hint}{result.note()}".rstrip()
+        )
+    if problem := _no_classes(root, sub_folders):
+        raise ValueError(problem)
     return result
+
+
+def _no_classes(root: Path, sub_folders: dict[str, set[str]]) -> str | None:
+    """Why folders, with the names of their sub-folders, are parts of a data set and not its classes; or None."""
+    kinds = {name: part[1] or part[2] for name in sub_folders if (part := _SPLIT.fullmatch(name.lower()))}
+    nested = {name: kind for name, kind in kinds.items() if "" not in sub_folders[name]}
+    for splits in (kinds if len(kinds) == len(sub_folders) else {}, nested):
+        if len({*splits.values()}) > 1:
+            first = min(splits, key=lambda name: splits[name] not in ("train", "support"))
+            return (
+                f"{root} has the parts of a data set, {_enumerated(splits)}, not a folder for each class: give one of "
+                f"them, {str(root / first)!r}"
+            )
+    common = set.intersection(*sub_folders.values())
+    if len(common) > 1 and "" not in set.union(*sub_folders.values()):
+        return (
+            f"the folders {_enumerated(sub_folders)} of {root} all have the sub-folders "
+            f"{_enumerated(sorted(common, key=natural_key))}. If these are the classes, give one of the folders, "
+            f"{str(root / next(iter(sub_folders)))!r}; if not, give paths and labels, or a table of them"
+        )
+    return None
+
+
+def _enumerated(names: Collection[str], most: int = 4) -> str:
+    return ", ".join(map(repr, [*names][:most])) + (", ..." if len(names) > most else "")
 
 
 def find_images(path: str | os.PathLike[str], *, allow_empty: bool = False) -> FolderImages:
@@ -285,9 +337,38 @@ def natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a path has the extension of an image, in any case, and is no junk of an operating system."""
-    path = Path(name)
-    return path.suffix.lower() in image_suffixes() and not any(map(_is_junk, path.parts))
+    """Whether the name of a file has the extension of an image, in any case, and is no junk of an operating system."""
+    return PurePath(name).suffix.lower() in image_suffixes() and not _is_junk(name)
+
+
+def image_names(names: Iterable[str]) -> tuple[list[str], str]:
+    """Choose the images of a zip or a remote folder by their names, which are paths in it with "/".
+
+    Returns
+    -------
+    names : list of str
+    note : str
+        One sentence about what was left out; empty if that is nothing.
+    """
+    images, ignored, system_folders = list[str](), Counter[str](), set[tuple[str, ...]]()
+    for name in names:
+        *folders, file = name.split("/")
+        depth = next((depth for depth, folder in enumerate(folders, 1) if _is_system_folder(folder)), None)
+        if depth is not None:
+            system_folders.add(tuple(folders[:depth]))
+        elif is_image_name(file):
+            images.append(name)
+        elif file and not _is_junk(file):
+            ignored[_kind_of_name(file)] += 1
+    ignored += Counter(f"{folders[-1]} folder" for folders in system_folders)
+    return images, FolderImages([], ignored).note()
+
+
+def class_folders_in(folder: Path) -> tuple[list[Path], str]:
+    """Sub-folders of a folder that may be classes, and a sentence about those that are left out, or ""."""
+    found = [entry for entry in folder.iterdir() if entry.is_dir()]
+    ignored = Counter(f"{entry.name} folder" for entry in found if _is_system_folder(entry.name))
+    return [entry for entry in found if not _is_system_folder(entry.name)], FolderImages([], ignored).note()
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
@@ -295,9 +376,11 @@ def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
     unreadable = list[OSError]()
     for parent, folders, files in os.walk(folder, onerror=unreadable.append):
         for name in folders:
-            if Path(parent, name).is_symlink() and not _is_junk(name):
+            if _is_system_folder(name):
+                yield Path(parent, name), f"{name} folder"
+            elif Path(parent, name).is_symlink():
                 yield Path(parent, name), "link to a folder"  # it could lead round in a circle
-        folders[:] = [name for name in folders if not _is_junk(name)]
+        folders[:] = [name for name in folders if not _is_system_folder(name)]
         for name in files:
             if not _is_junk(name):
                 yield Path(parent, name), _kind(Path(parent, name))
@@ -306,7 +389,11 @@ def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
 
 
 def _is_junk(name: str) -> bool:
-    return name.startswith("._") or name.lower() in _JUNK
+    return name.startswith("._") or name.lower() in _JUNK_FILES
+
+
+def _is_system_folder(name: str) -> bool:
+    return name.startswith(".") or name.lower() in _SYSTEM_FOLDERS
 
 
 def _kind(file: Path) -> str | None:
@@ -319,6 +406,11 @@ def _kind(file: Path) -> str | None:
     # A camera's raw file starts like a TIFF, but that TIFF is a thumbnail.
     if suffix[1:].upper() not in REMEDIES and starts_as_image(file):
         return None
+    return _kind_of_name(file.name)
+
+
+def _kind_of_name(name: str) -> str:
+    suffix = PurePath(name).suffix
     return f"{suffix[1:].upper()} file" if suffix else "file without an extension"
 
 

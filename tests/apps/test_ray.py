@@ -252,3 +252,26 @@ def test_the_driver_loads_the_classifier_once(cluster, saved, collection, tmp_pa
     files = sorted(collection.glob("0/picture *"))[:2]
     assert label_collection(saved, files, tmp_path / "out", workers=1).labelled == 2
     assert len(loads) == 1
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_folders_that_hold_no_pictures_of_the_users_are_left_out_and_listed(saved, scheme, tmp_path, monkeypatch):
+    wanted = [tmp_path / ".share" / "photos" / name for name in ("1.jpg", "more/2.JPG")]
+    skipped = [tmp_path / ".share" / "photos" / name for name in (".git/1.jpg", "more/@eaDir/2.JPG/3.jpg", "film.mp4")]
+    for path in (*wanted, *skipped):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    class Listed(Exception):
+        pass
+
+    def label(content, paths, *settings):
+        raise Listed([os.fsdecode(path) for path in paths.to_pylist()])
+
+    monkeypatch.setattr("fewshot_mahalanobis.apps.ray._labelled", label)
+    folder = f"{scheme}{tmp_path / '.share' / 'photos'}"
+    left_out = "Left out: 1 .git folder, 1 @eaDir folder, 1 MP4 file"
+    with pytest.warns(UserWarning, match=left_out) as warned, pytest.raises(Listed) as listed:
+        label_collection(saved, folder, tmp_path / "labels")
+    assert listed.value.args == ([str(path) for path in wanted],)
+    assert [warning.filename for warning in warned] == [__file__]

@@ -105,6 +105,17 @@ def test_a_second_run_adds_new_files_only_wherever_the_user_moved_the_others(
     assert sort_files(classifier, files, output, how=how) == ([], {})
 
 
+@pytest.mark.parametrize("folder", ["#recycle", ".Trash-1000", "@eaDir"])
+def test_a_file_in_a_bin_is_not_taken_for_a_sorted_one(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, folder: str
+) -> None:
+    thrown_away = tmp_path / "sorted" / folder / "1.png"
+    thrown_away.parent.mkdir(parents=True)
+    thrown_away.write_bytes(files[0].read_bytes())
+    sorted_files, _ = sort_files(classifier, files[:2], tmp_path / "sorted")
+    assert [file.path for file in sorted_files] == files[:2]
+
+
 def test_another_file_of_the_same_size_is_not_taken_for_a_sorted_one(
     classifier: SimpleCNAPSClassifier, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ SESSION: dict[str, tuple[int, list[str]]] = {
     "fit motifs -o motifs.safetensors --unknown-label unknown": (
         0,
         [
-            "Left out: 1 CSV file, 1 MP4 file, 1 TXT file.",
+            "Left out: 1 CSV file, 1 MP4 file, 1 TXT file, 1 __MACOSX folder.",
             "No image in class folder 'cloud'.",
             "note: ",
             "motifs.safetensors: 3 classes (flower 5, pagoda 5, trees 5)",

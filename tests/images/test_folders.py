@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from fewshot_mahalanobis.images import folders, formats
 from fewshot_mahalanobis.images.folders import (
     find_class_images,
     find_images,
+    image_names,
     is_image_name,
     load_folder,
     read_labels,
@@ -63,10 +65,106 @@ def test_junk_of_operating_systems_is_left_out_without_a_word(root: Path, recwar
     before = load_folder(root)
     for name in ("cat/.DS_Store", "cat/._2.png", "Thumbs.db", "dog/desktop.ini", "cat/Icon\r"):
         (root / name).write_bytes(b"\0\0\0\1Bud1")
-    for name in ("__MACOSX/cat/2.png", "$RECYCLE.BIN/1.png", ".ipynb_checkpoints/1.png", "cat/@eaDir/2.png"):
-        draw(root / name)
     assert load_folder(root) == before
     assert not recwarn.list
+
+
+SYSTEM_FOLDERS = [
+    *(".git/lfs/objects/ab", ".hg", ".dvc/cache/files", ".stversions/cat", ".sync/Archive", ".dropbox.cache", "..."),
+    *(".thumbnails", ".Trash-1000/files", "lost+found", ".@__thumb", ".AppleDouble", ".ipynb_checkpoints", ".venv"),
+    *("@eaDir/1.png", "#recycle", "#snapshot", "@Recycle", "@Recently-Snapshot", "Network Trash Folder", "~snapshot"),
+    *("$RECYCLE.BIN/S-1-5", "$Recycle.Bin", "RECYCLER", "System Volume Information", "__MACOSX/cat", "Temporary Items"),
+]
+
+
+@pytest.mark.parametrize("name", SYSTEM_FOLDERS)
+@pytest.mark.parametrize("place", ["", "cat", "dog/more"])
+def test_folders_that_are_no_classes_are_left_out_everywhere_and_listed(place: str, name: str, root: Path) -> None:
+    before, pictures_before = find_class_images(root), find_images(root)
+    for file in ("1.png", "2.JPG"):
+        draw(root / place / name / file)
+    shutil.copy(root / "cat" / "2.png", root / place / name / "0a1b2c")  # stores keep no extension
+    folder = name.split("/")[0]
+    found = find_class_images(root)
+    assert (found.paths, found.labels, found.empty) == (before.paths, before.labels, before.empty)
+    assert found.ignored == find_images(root).ignored == {f"{folder} folder": 1}
+    assert find_images(root).paths == pictures_before.paths
+    with pytest.warns(UserWarning, match=re.escape(f"Left out: 1 {folder} folder.")):
+        assert load_folder(root)[0] == before.paths
+    names = [path.relative_to(root.parent).as_posix() for path in sorted(root.parent.rglob("*")) if path.is_file()]
+    images, note = image_names(names)
+    assert images == [path.relative_to(root.parent).as_posix() for path in sorted(before.paths)]
+    assert note == f"Left out: 1 {folder} folder."
+
+
+def test_a_folder_that_is_asked_for_is_read_whatever_it_and_those_above_it_are_called(root: Path) -> None:
+    hidden = root.parent / ".cache" / "#recycle" / ".photos"
+    shutil.copytree(root, hidden)
+    found = find_class_images(hidden)
+    assert found.labels == ["cat", "cat", "dog", "dog"]
+    assert not found.ignored
+    assert len(find_images(hidden).paths) == 4
+
+
+def test_classes_whose_names_resemble_those_of_system_folders_stay(tmp_path: Path) -> None:
+    names = ["recycled", "trash", "thumbs", "@home", "#1", "$5", "temporary", "git", "found"]
+    for name in names:
+        draw(tmp_path / name / "1.png")
+    assert sorted(set(load_folder(tmp_path)[1])) == sorted(names)
+
+
+# Parts of a data set -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("folders", "remedy"),
+    [
+        ("test/cat test/dog train/cat train/dog", "train"),
+        ("Train/a Train/b Validation/c Validation/d", "Train"),  # few-shot splits share no class
+        ("train/a train/b val/a val/b extra/a", "train"),
+        ("train/cat train/dog test", "train"),  # test pictures without labels
+        ("training_set valid", "training_set"),
+        ("seg_train/sea seg_test/sea seg_train/ice", "seg_train"),
+        ("train2017 val2017 test2017", "train2017"),
+        ("support/a query/a", "support"),
+        ("fold_0/a fold_0/b fold_1/a fold_1/b fold_2/a", "fold_0"),
+        ("site1/a site1/b site2/a site2/b site2/c", "site1"),
+        ("bottle/train/good bottle/test/good cable/train/good cable/test/bent", "bottle"),
+        ("north/cat north/dog south/cat south/dog north/.git south/@eaDir", "north"),
+    ],
+)
+def test_parts_of_a_data_set_are_refused_with_the_remedy(folders: str, remedy: str, tmp_path: Path) -> None:
+    for folder in folders.split():
+        draw(tmp_path / folder / "1.png")
+    (tmp_path / "README.md").write_text("about")
+    with pytest.raises(ValueError, match=rf"give one of .*'{re.escape(str(tmp_path / remedy))}'"):
+        load_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        "train bus car",  # vehicles
+        "train/steam train/electric bus/red",
+        "cat/tabby cat/black dog/poodle dog/black",
+        "n01/images n02/images n03/images",
+        "cat cat/a cat/b dog dog/a dog/b",  # pictures beside the sub-folders
+        "blood_test urine_test",
+        "part1 part2",
+        "cat/@eaDir cat/#recycle cat/x dog/@eaDir dog/#recycle dog/y",
+    ],
+)
+def test_classes_that_resemble_parts_of_a_data_set_stay(folders: str, tmp_path: Path) -> None:
+    for folder in folders.split():
+        draw(tmp_path / folder / "1.png")
+    assert sorted(set(find_class_images(tmp_path).labels)) == sorted({name.split("/")[0] for name in folders.split()})
+
+
+def test_a_folder_around_the_class_folders_is_named(tmp_path: Path) -> None:
+    for folder in ("photos/cat", "photos/dog", "__MACOSX/photos"):
+        draw(tmp_path / folder / "1.png")
+    with pytest.raises(ValueError, match=r"one sub-folder with images, 'photos'.* Are the classes in '.*photos'\?"):
+        load_folder(tmp_path)
 
 
 def test_everything_else_that_is_left_out_is_said_by_kind_and_number(root: Path) -> None:
@@ -140,7 +238,7 @@ def test_one_file_is_taken_whatever_its_name(root: Path) -> None:
 
 def test_names_of_images() -> None:
     assert all(map(is_image_name, ("a.png", "a/b.JPG", "b.webp")))
-    assert not any(map(is_image_name, ("a.txt", "a", "._a.png", "__MACOSX/cat/a.png", "a.pdf", "a.mpg")))
+    assert not any(map(is_image_name, ("a.txt", "a", "._a.png", "a.pdf", "a.mpg")))
 
 
 # Tables of labels --------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from fewshot_mahalanobis.images.folders import class_folders_in
 from fewshot_mahalanobis.research.data.datasets import DATA_SETS, DataSet
 from fewshot_mahalanobis.research.data.layouts import IS_A, IS_A_URL, class_split
 from fewshot_mahalanobis.research.data.readers import ImageFiles
-from fewshot_mahalanobis.research.data.sources import class_folders
+from fewshot_mahalanobis.research.data.sources import class_folders, classes_of_split
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,13 @@ class Found:
     Attributes
     ----------
     name : str
-        The data set's name, or the path below the root: what :func:`open_source` takes.
+        The data set's name, or the path below the root.
     title : str
     folder : Path or None
         Its location; None if it is missing.
     splits : dict of str to (int, int)
-        Split ("" without splits) to its number of classes with images, and of images.
+        Split ("" without splits) to its number of classes with images, and of images. ``name:split`` (or ``name``) is a
+        source that :func:`open_source` opens with this root.
     expected : dict of str to (int, int)
         The numbers of the complete data set; empty if unknown.
     remarks : list of str
@@ -57,9 +59,13 @@ def check_data(root: str | Path) -> list[Found]:
         for folder, contents in data_set.places
         for path in (root / folder).glob(contents)
     }
-    for entry in sorted(root.iterdir()):
-        if entry.name not in known and (entry.is_dir() or entry.suffix == ".zip"):
+    folders, note = class_folders_in(root)
+    zips = [entry for entry in sorted(root.iterdir()) if entry.suffix == ".zip" and not entry.is_dir()]
+    for entry in sorted([*folders, *zips]):
+        if entry.name not in known:
             entries += _other(entry)
+    if note:
+        entries.append(Found(str(root), str(root), root, remarks=[note]))
     return entries
 
 
@@ -129,15 +135,29 @@ def _missing_files(reader: ImageFiles) -> list[str]:
 
 def _other(path: Path) -> list[Found]:
     """Find class folders in a folder or zip that belongs to no named data set."""
+    name = f"./{path.name}" if path.name.partition(":")[0] in DATA_SETS else path.name  # a path, not that data set
+    entry = Found(name, path.name, path)
     try:
-        folders = class_folders(path)
+        by_split, note = class_folders(path)
     except (OSError, ValueError) as error:
-        return [Found(path.name, path.name, path, remarks=[str(error)])]
-    splits = {
-        split or "": (len(classes), sum(map(len, classes.values())))
-        for split, classes in sorted(folders.items(), key=lambda item: item[0] or "")
-    }
-    return [Found(path.name, path.name, path, splits)] if any(classes > 1 for classes, _ in splits.values()) else []
+        entry.remarks.append(str(error))
+        return [entry]
+    if not by_split:
+        return []
+    named = sorted(filter(None, by_split))
+    for split in [None] if None in by_split and len(named) < 2 else named:
+        try:
+            classes = classes_of_split(path, by_split, split)
+        except ValueError as error:
+            entry.remarks.append(str(error))
+        else:
+            entry.splits[split or ""] = len(classes), sum(map(len, classes.values()))
+    if None in by_split and len(named) > 1:
+        outside = sum(map(len, by_split[None].values()))
+        entry.remarks.append(f"{outside:,} images of {path} are in none of its splits {named}, and cannot be used")
+    if note:
+        entry.remarks.append(note)
+    return [entry]
 
 
 def report(entries: Sequence[Found]) -> str:

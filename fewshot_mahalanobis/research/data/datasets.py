@@ -69,7 +69,8 @@ def open_source(source: str, *, root: str | Path | None = None, size: int = 84, 
     Parameters
     ----------
     source : str
-        With ``root``, ``<name>:<split>`` of a data set in :data:`DATA_SETS`; else a path, see :func:`load_source`.
+        With ``root``, ``<name>:<split>`` of a data set in :data:`DATA_SETS`; else a path, see :func:`load_source`,
+        which may start at ``root``.
     root : path, optional
         Folder that contains the named data sets.
     size : int
@@ -91,7 +92,7 @@ def open_source(source: str, *, root: str | Path | None = None, size: int = 84, 
     """
     name, _, split = source.partition(":")
     if root is None or name not in DATA_SETS:
-        return load_source(source, size=size, workers=workers, lazy=True)
+        return load_source(_placed(source, root), size=size, workers=workers, lazy=True)
     data_set = DATA_SETS[name]
     if split not in data_set.splits:
         raise ValueError(f"{name} has {' and '.join(data_set.splits)}, not {split!r}: write {name}:<split>")
@@ -124,6 +125,14 @@ def open_source(source: str, *, root: str | Path | None = None, size: int = 84, 
         tuple(images),
         hierarchy,
     )
+
+
+def _placed(source: str, root: str | Path | None) -> str | Path:
+    """Path of a source, which may end with a split: below ``root`` if it is there, else as it is."""
+    if root is None:
+        return source
+    folder = source if Path(root, source).exists() else source.rpartition(":")[0]
+    return Path(root, source) if folder and Path(root, folder).exists() else source
 
 
 def download(name: str, root: str | Path) -> None:

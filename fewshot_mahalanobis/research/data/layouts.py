@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fewshot_mahalanobis.extras import install_command
-from fewshot_mahalanobis.images.folders import is_image_name, labelled_rows
+from fewshot_mahalanobis.images.folders import class_folders_in, is_image_name, labelled_rows
 from fewshot_mahalanobis.research.data.hierarchy import Hierarchy, sampling_graph
 from fewshot_mahalanobis.research.data.readers import Bitmaps, ImageFiles, ImageRows, Reader, ZipMembers
 from fewshot_mahalanobis.research.data.sources import class_folders
@@ -69,6 +70,13 @@ def _names_in(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if is_image_name(entry.name)) if folder.is_dir() else []
 
 
+def _class_folders_in(folder: Path) -> list[Path]:
+    folders, note = class_folders_in(folder)
+    if note:
+        warnings.warn(f"{folder}: {note}", stacklevel=2)
+    return folders
+
+
 def _as_files(folder: Path, images: Mapping[str, Sequence[str]], *, negative: bool = False) -> ImageFiles:
     return ImageFiles.of(folder, list(chain(*images.values())), negative=negative)
 
@@ -106,7 +114,7 @@ def omniglot(folder: Path, split: str) -> Listing:
         f"{alphabet}.{character.name}": [f"{part}/{alphabet}/{character.name}/{f}" for f in _names_in(character)]
         for alphabet in class_split("omniglot")[split]
         if (path := folder / part / alphabet).is_dir()
-        for character in path.iterdir()
+        for character in _class_folders_in(path)
     }
     return Listing(images, partial(_as_files, folder, negative=True))
 
@@ -239,10 +247,10 @@ def _split_folders(name: str, folder: Path, split: str) -> Listing:
     """``<split>/<class>/<image>`` or ``<name>_<split>.zip`` with such members; "valid" may be "val"."""
     for part in ("valid", "val") if split == "valid" else (split,):
         if (folder / part).is_dir():
-            images = {c.name: [f"{c.name}/{f}" for f in _names_in(c)] for c in (folder / part).iterdir()}
+            images = {c.name: [f"{c.name}/{f}" for f in _names_in(c)] for c in _class_folders_in(folder / part)}
             return Listing(images, partial(_as_files, folder / part))
         if (archive := folder / f"{name}_{part}.zip").is_file():
-            members = next(iter(class_folders(archive).values()), {})
+            members = next(iter(class_folders(archive)[0].values()), {})
             return Listing(members, lambda images: ZipMembers(archive, list(chain(*images.values()))))
     return Listing({}, partial(_as_files, folder))
 

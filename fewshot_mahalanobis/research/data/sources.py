@@ -13,7 +13,9 @@ is one uint8 array: 21 kB per image at 84 x 84.
 
 from __future__ import annotations
 
+import warnings
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fewshot_mahalanobis.images.decode import to_network_range
-from fewshot_mahalanobis.images.folders import find_images, is_image_name, natural_key
+from fewshot_mahalanobis.images.folders import find_images, image_names, natural_key
 from fewshot_mahalanobis.research.data.hierarchy import Hierarchy
 from fewshot_mahalanobis.research.data.readers import ImageFiles, LazyImages, Reader, ZipMembers
 
@@ -98,24 +100,17 @@ def load_source(
         ``path`` does not exist.
     ValueError
         There are fewer than two class folders, or an image cannot be read.
+
+    Warns
+    -----
+    UserWarning
+        Files or folders were left out.
     """
     path, split = split_from_path(path, split)
-    by_split = class_folders(path)
-    if split is None and len(by_split.keys() - {None}) > 1:
-        known = sorted(filter(None, by_split))
-        raise ValueError(f"{path} has the splits {known}; name one, as in '{path}:{known[0]}'")
-    chosen = [split] if split is not None else list(by_split)
-    by_class: dict[str, list[str]] = {}
-    for key in chosen:
-        for name, members in by_split.get(key, {}).items():
-            by_class.setdefault(name, []).extend(members)
-    if len(by_class) < 2:
-        where = f"split {split!r} of {path}" if split is not None else str(path)
-        known = sorted(filter(None, by_split))
-        raise ValueError(
-            f"{where} has {len(by_class)} class folders with images; at least 2 are needed "
-            f"(expected [<split>/]<class>/<image>{f'; its splits are {known}' if known else ''})"
-        )
+    by_split, note = class_folders(path)
+    if note:
+        warnings.warn(f"{path}: {note}", stacklevel=2)
+    by_class = classes_of_split(path, by_split, split)
     names = tuple(sorted(by_class, key=natural_key))
     members = [member for name in names for member in sorted(by_class[name], key=natural_key)]
     reader: Reader = ZipMembers(path, members) if path.is_file() else ImageFiles.of(path, members)
@@ -130,18 +125,44 @@ def load_source(
     return source if lazy else source.in_memory()
 
 
-def class_folders(path: Path) -> dict[str | None, dict[str, list[str]]]:
-    """List the images of a folder or zip: split (None without splits) -> class -> paths below ``path``.
+#: Split (None without splits) -> class -> paths of its images.
+BySplit = Mapping[str | None, Mapping[str, list[str]]]
+
+
+def classes_of_split(path: Path, by_split: BySplit, split: str | None) -> dict[str, list[str]]:
+    """Classes and images of one split of a folder or zip; of all if it is None.
+
+    ValueError if there are fewer than two, or if a split has to be named.
+    """
+    known = sorted(filter(None, by_split))
+    if split is None and len(known) > 1:
+        raise ValueError(f"{path} has the splits {known}; name one, as in '{path}:{known[0]}'")
+    by_class: dict[str, list[str]] = {}
+    for key in [split] if split is not None else by_split:
+        for name, members in by_split.get(key, {}).items():
+            by_class.setdefault(name, []).extend(members)
+    if len(by_class) < 2:
+        where = f"split {split!r} of {path}" if split is not None else str(path)
+        raise ValueError(
+            f"{where} has {len(by_class)} class folders with images; at least 2 are needed "
+            f"(expected [<split>/]<class>/<image>{f'; its splits are {known}' if known else ''})"
+        )
+    return by_class
+
+
+def class_folders(path: Path) -> tuple[BySplit, str]:
+    """List the images of a folder or zip, as paths below it, by split and class; and a sentence about what is left out.
 
     ValueError if ``path`` is a file but not a zip.
     """
     images: dict[str | None, dict[str, list[str]]] = {}
-    for member in _zip_members(path) if path.is_file() else _folder_members(path):
+    members, note = _zip_members(path) if path.is_file() else _folder_members(path)
+    for member in members:
         folders = [part for part in member.split("/")[:-1] if part]
         if folders:
             split = folders[-2] if len(folders) > 1 else None
             images.setdefault(split, {}).setdefault(folders[-1], []).append(member)
-    return images
+    return images, note
 
 
 def split_from_path(path: str | Path, split: str | None = None) -> tuple[Path, str | None]:
@@ -155,14 +176,15 @@ def split_from_path(path: str | Path, split: str | None = None) -> tuple[Path, s
     return Path(text), split
 
 
-def _folder_members(root: Path) -> list[str]:
-    return [file.relative_to(root).as_posix() for file in find_images(root, allow_empty=True).paths]
+def _folder_members(root: Path) -> tuple[list[str], str]:
+    found = find_images(root, allow_empty=True)
+    return [file.relative_to(root).as_posix() for file in found.paths], found.note()
 
 
-def _zip_members(path: Path) -> list[str]:
+def _zip_members(path: Path) -> tuple[list[str], str]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is neither a folder nor a zip: {error}") from error
-    return [name for name in sorted(names) if is_image_name(name)]
+    return image_names(sorted(names))

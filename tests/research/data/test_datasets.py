@@ -4,7 +4,9 @@ import io
 import json
 import os
 import pickle
+import re
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -327,6 +329,66 @@ def test_check_lists_other_folders_and_zips_of_class_folders(tmp_path):
     assert "torn.zip is neither a folder nor a zip" in text
     with pytest.raises(NotADirectoryError, match="nowhere"):
         check_data(tmp_path / "nowhere")
+
+
+def test_check_lists_nothing_that_cannot_be_opened_with_its_root(tmp_path, monkeypatch):
+    BUILDERS["cu_birds"](tmp_path)
+    class_folders(tmp_path / "cats" / "train", ["a", "b"], "{i}.png")
+    class_folders(tmp_path / "cats" / "test", ["c"], "{i}.png")
+    class_folders(tmp_path / "cats", ["loose", "more"], "{i}.png")
+    class_folders(tmp_path / "dtd", ["a", "b"], "{i}.png")  # not as DTD is given out
+    class_folders(tmp_path / "a:b" / "train", ["a", "b"], "{i}.png")
+    class_folders(tmp_path / "one", ["a"], "{i}.png")
+    class_folders(tmp_path / "nested", ["a", "b", "b/more"], "{i}.png")
+    class_folders(tmp_path / "@eaDir", ["a", "b"], "{i}.png")
+    class_folders(tmp_path / "cats" / "train" / ".git", ["a"], "{i}.png")
+    with zipfile.ZipFile(tmp_path / "dogs.zip", "w") as archive:
+        for name in ("val/a", "val/b", "__MACOSX/val/a", "val/#recycle", ".hidden/c"):
+            archive.writestr(f"{name}/1.png", (tmp_path / "one" / "a" / "0.png").read_bytes())
+    monkeypatch.chdir("/")
+    found = check_data(tmp_path)
+    sources = {
+        f"{item.name}:{split}" if split else item.name: classes
+        for item in found
+        for split, (classes, _) in item.splits.items()
+        if classes
+    }
+    own = {"cats:train": 2, "./dtd": 2, "a:b:train": 2, "nested": 3, "dogs.zip:val": 2}
+    assert sources == own | {"cu_birds:test": 30}
+    assert {source: len(open_source(source, root=tmp_path).class_names) for source in own} == own
+    text = report(found)
+    for remark in (
+        "split 'test' of .*cats has 1 class folders with images",
+        r"4 images of .*cats are in none of its splits \['test', 'train'\]",
+        "cats: Left out: 1 .git folder.",
+        r"dogs.zip: Left out: 1 #recycle folder, 1 .hidden folder, 1 __MACOSX folder\.",
+        "one: .*has 1 class folders with images",
+        rf"{tmp_path}: Left out: 1 @eaDir folder\.",
+    ):
+        assert re.search(f"- .*{remark}", text), remark
+
+
+def test_a_source_below_the_root_is_found_and_any_other_path_too(tmp_path, monkeypatch):
+    class_folders(tmp_path / "data" / "cats", ["a", "b"], "{i}.png")
+    class_folders(tmp_path / "dogs" / "train", ["c", "d"], "{i}.png")
+    monkeypatch.chdir(tmp_path)
+    assert open_source("cats", root="data").class_names == ("a", "b")
+    assert open_source("dogs:train", root="data").class_names == ("c", "d")
+    assert open_source(str(tmp_path / "dogs:train"), root="data").class_names == ("c", "d")
+    with pytest.raises(FileNotFoundError, match="'birds'"):
+        open_source("birds", root="data")
+
+
+@pytest.mark.parametrize("folder", [".git", "@eaDir", "$RECYCLE.BIN", "#recycle"])
+def test_folders_that_are_no_classes_are_no_classes_of_named_data_sets(tmp_path, folder):
+    BUILDERS["mini_imagenet"](tmp_path)
+    BUILDERS["omniglot"](tmp_path)
+    alphabet = tmp_path / "omniglot" / "images_evaluation" / class_split("omniglot")["test"][0]
+    for place in (tmp_path / "mini_imagenet" / "test", alphabet):
+        save(place / folder / "1.png", (0, 0, 0))
+    for source, classes in (("mini_imagenet:test", 20), ("omniglot:test", 40)):
+        with pytest.warns(UserWarning, match=rf"Left out: 1 {re.escape(folder)} folder"):
+            assert len(open_source(source, root=tmp_path).class_names) == classes
 
 
 # The project's data ------------------------------------------------------------------------------------------
