@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.formats import whole_files
 from fewshot_mahalanobis.images.picture import (
     CLOSED,
     Square,
@@ -271,6 +272,7 @@ def describe(item: Any) -> str:
     return repr(os.fspath(name)) if name else type(item).__name__
 
 
+@whole_files
 def read_item(item: Any, index: int, size: int, lock: Lock, value_range: ValueRange | None = None) -> Square:
     """Item ``index`` of a collection as a square; ImageError names it. ``lock`` guards images that others may share."""
     try:

@@ -6,12 +6,14 @@ registered with Pillow, so other code sees no difference.
 
 from __future__ import annotations
 
+from contextlib import ContextDecorator
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import BinaryIO
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from fewshot_mahalanobis.extras import install_command
 
@@ -32,6 +34,38 @@ REMEDIES = {
     **dict.fromkeys(("HEIC", "HEIF", "HIF", "AVIF"), _DECODER),
     **dict.fromkeys(("ARW", "CR2", "CR3", "DNG", "NEF", "ORF", "RAF", "RW2", "JXL", "EPS", "PS", "SVG"), _EXPORT),
 }
+
+
+class _WholeFiles(ContextDecorator):
+    """While any thread is in this context, Pillow refuses files that are cut short or damaged.
+
+    Pillow decodes what it can of them if other code has set ``ImageFile.LOAD_TRUNCATED_IMAGES``, which holds for the
+    whole process; it takes no such setting for one image. What was set returns when the last thread has left. Meanwhile
+    it is not in force for other code either.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._entered = 0
+        self._set_by_others = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._entered:
+                self._set_by_others = False
+            if ImageFile.LOAD_TRUNCATED_IMAGES:
+                self._set_by_others, ImageFile.LOAD_TRUNCATED_IMAGES = True, False
+            self._entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered and self._set_by_others:
+                ImageFile.LOAD_TRUNCATED_IMAGES = True
+
+
+#: Context and decorator of all decoding.
+whole_files = _WholeFiles()
 
 
 @cache

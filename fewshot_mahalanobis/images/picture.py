@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 
 from fewshot_mahalanobis.images.errors import ImageError
-from fewshot_mahalanobis.images.formats import open_image
+from fewshot_mahalanobis.images.formats import open_image, whole_files
 from fewshot_mahalanobis.images.profiles import ProfileError, profile_mode, to_srgb
 from fewshot_mahalanobis.images.ranges import (
     Span,
@@ -87,6 +87,7 @@ def read_square_array(file: str | os.PathLike[Any] | BinaryIO, size: int) -> NDA
     return square.pixels
 
 
+@whole_files
 def to_square(image: Image.Image, size: int, value_range: ValueRange | None = None) -> Square:
     """Like :func:`to_square_array`, but return what was noticed instead of warning of it.
 
@@ -117,6 +118,7 @@ def to_square(image: Image.Image, size: int, value_range: ValueRange | None = No
     return Square(np.asarray(small), profile_ignored, span)
 
 
+@whole_files
 def read_square(file: str | os.PathLike[Any] | BinaryIO, size: int, value_range: ValueRange | None = None) -> Square:
     """Like :func:`read_square_array`, but return what was noticed instead of warning of it."""
     try:

@@ -299,24 +299,28 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of a cut TIFF before it raises
-@pytest.mark.parametrize("limit", ["as it is", "lifted"])
+@pytest.mark.parametrize("limit", ["as it is", "lifted", "cut files let through"])
 def test_every_bad_file_is_refused_by_index_and_path(
     limit: str, refused: list[tuple[Path, str]], loads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if limit == "lifted":  # as other code in the process may have done
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", limit == "cut files let through")
     for path, message in refused:
         with pytest.raises(ImageError, match=message) as caught:
             tensor_of([picture(), path])
         assert f"image 1 ({os.fspath(path)!r})" in str(caught.value)
+    assert (limit == "cut files let through") == ImageFile.LOAD_TRUNCATED_IMAGES
     assert max(width * height for width, height in loads) < 10_000
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("cut_files", [False, True], ids=["as it is", "cut files let through"])
 def test_every_bad_file_is_refused_as_a_lazily_opened_image(
-    refused: list[tuple[Path, str]], loads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    cut_files: bool, refused: list[tuple[Path, str]], loads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", cut_files)
     opened = 0
     for path, message in refused:
         try:
@@ -334,7 +338,11 @@ def test_every_bad_file_is_refused_as_a_lazily_opened_image(
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("archive", [False, True], ids=["folder", "zip"])
-def test_every_bad_file_is_refused_by_a_source(archive: bool, refused: list[tuple[Path, str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut_files", [False, True], ids=["as it is", "cut files let through"])
+def test_every_bad_file_is_refused_by_a_source(
+    cut_files: bool, archive: bool, refused: list[tuple[Path, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", cut_files)
     good = encoded(picture())
     for index, (path, _) in enumerate(refused):
         root, name = tmp_path / f"{index}", f"b/{path.name}"
@@ -362,6 +370,36 @@ def test_every_bad_file_is_refused_by_the_command(refused: list[tuple[Path, str]
         assert isinstance(result.exception, SystemExit)
         assert os.fspath(path) in result.stderr
         assert result.stdout == ""
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "GIF"])
+@pytest.mark.parametrize("form", ["path", "bytes", "opened file", "lazily opened image"])
+def test_cut_files_are_refused_in_threads_although_other_code_lets_them_through(
+    kind: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 50, 3), np.uint8)), kind)
+    files = []
+    for index in range(40):
+        files.append(tmp_path / f"{index}")
+        files[-1].write_bytes(whole[: len(whole) * 3 // 5] if index % 7 == 3 else whole)
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    Image.open(files[3]).load()  # as other code reads it
+    forms: dict[str, Callable[[Path], Any]] = {
+        "path": str,
+        "bytes": Path.read_bytes,
+        "opened file": lambda file: io.BytesIO(file.read_bytes()),
+        "lazily opened image": Image.open,
+    }
+    problems: list[ImageError] = []
+    batches = ImageBatches(
+        [forms[form](file) for file in files], SIZE, batch_size=5, n_jobs=4, on_error=problems.append
+    )
+    assert sum(map(len, batches)) == 34
+    assert [problem.index for problem in problems] == [3, 10, 17, 24, 31, 38]
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+    with pytest.raises(ImageError, match="image 3 "):
+        tensor_of([forms[form](file) for file in files])
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
 
 def test_an_array_too_large_to_convert_is_refused_by_its_shape() -> None:

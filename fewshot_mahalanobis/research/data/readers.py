@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from fewshot_mahalanobis.images.decode import decode_batches
-from fewshot_mahalanobis.images.formats import open_image
+from fewshot_mahalanobis.images.formats import open_image, whole_files
 from fewshot_mahalanobis.images.picture import MAX_PIXELS, check_header, to_square_array
 
 #: Maximum size of a zip member in bytes: the largest accepted image, uncompressed (178,956,970 pixels x 3).
@@ -84,6 +84,7 @@ class LazyImages:
             start += len(images)
         return decoded
 
+    @whole_files
     def _decode(self, index: int) -> NDArray[np.uint8]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
