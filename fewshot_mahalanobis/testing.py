@@ -253,8 +253,14 @@ def check_head(
     make : callable
         Feature width d -> a module of the interface of ``fewshot_mahalanobis.heads.Head``, with the same parameters
         every time.
-    without, strategy, settings
-        As of ``check_covariance``. Few heads have ``translation_changes_nothing`` and ``rotation_changes_nothing``.
+    without : collection of str
+        Names of properties that the head is not meant to have. Few have ``translation_changes_nothing`` and
+        ``rotation_changes_nothing``.
+    strategy : hypothesis strategy of Task, optional
+        Where to search; by default scales from 1e-6 to 1e3. An error is a counterexample, so leave out what the head
+        refuses.
+    settings : hypothesis.settings, optional
+        How long to search; by default as the current profile. Nothing is written to hypothesis's database.
 
     Raises
     ------

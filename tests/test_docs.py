@@ -142,9 +142,10 @@ def test_no_query_of_the_first_picture_shares_a_pixel_with_a_support_image(monke
 
 
 def test_the_papers_table_is_what_the_command_prints_beside_ones_own() -> None:
-    table = (ROOT / "docs" / "table_1.md").read_text().split("<!-- paper -->")[1].split("<!-- end of paper -->")[0]
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    table = page.split("<!-- paper -->")[1].split("<!-- end of paper -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n") if "±" in line]
-    (block,) = blocks(ROOT / "docs" / "table_1.md", "sh")
+    (block,) = (code for code in blocks(ROOT / "docs" / "evaluation.md", "sh") if "-o table_1.json" in code)
     assert [name.replace("/", ":") for name, *_ in rows] == re.findall(r"\w+:test", block)
     for source, *shown in rows:
         row = Result(source=source, way=None, shot=None, protocol="variable")
@@ -165,6 +166,14 @@ def test_every_link_to_a_file_of_the_repository_leads_to_one() -> None:
     for page, link in links:
         assert (page.parent / link).exists(), f"{page}: {link}"
     assert {page for page, _ in links} >= {ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md"}
+
+
+def test_every_source_file_that_a_page_names_exists() -> None:
+    folders = [ROOT, ROOT / "fewshot_mahalanobis", ROOT / "examples" / "extending"]
+    for page in PAGES:
+        for name in re.findall(r"`([\w/]+\.(?:py|toml|sh|cff))`", page.read_text()):
+            if page.stem != "training":  # whose files of settings the reader writes
+                assert any((folder / name).exists() for folder in folders), f"{page}: {name}"
 
 
 def test_pages_read_well_in_the_repository_and_the_site_has_links_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

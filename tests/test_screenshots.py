@@ -23,7 +23,7 @@ PAGES = {
     "app": "app.html",
     "folders": "messy_folders.html",
     "research": "research.html",
-    "table-1": "table_1.html",
+    "accuracy": "evaluation.html",
     "methods": "which_method.html",
     "api": "api.html",
     "api-class": "generated/fewshot_mahalanobis.SimpleCNAPSClassifier.html",

@@ -1,4 +1,4 @@
-"""Run tests and count what they try: the figures of hostile files and faults in docs/trust.md.
+"""Run tests and count what they try: the figures of hostile files and faults in benchmarks/results/checks.md.
 
     python -m tests.fuzz.tally tests/robustness/test_hostile_files.py tests/checkpoints
 

@@ -1,4 +1,4 @@
-"""The page on big machines: its commands parse, its files of settings are recipes, its figures are those measured."""
+"""The page on training: its commands parse, its files of settings are recipes, its costs are those measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.research.data.datasets import DATA_SETS
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe, read_recipe
 
-PAGES = [Path(__file__).parents[3] / "docs" / name for name in ("big_machines.md", "training.md")]
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "training.md"
 
 
 def indented_blocks(page):
@@ -25,7 +26,7 @@ def indented_blocks(page):
 
 
 def launches():
-    blocks = "\n".join(indented_blocks(PAGES[0])).replace("\\\n", " ")
+    blocks = "\n".join(indented_blocks(PAGE)).replace("\\\n", " ")
     return [line for line in blocks.splitlines() if line.startswith("accelerate launch")]
 
 
@@ -45,28 +46,33 @@ def test_every_launch_has_options_that_accelerate_and_the_command_know():
 
 
 def test_every_file_of_settings_is_a_recipe(tmp_path):
-    files = [block for page in PAGES for block in indented_blocks(page) if not block.startswith("accelerate")]
+    files = [block for block in indented_blocks(PAGE) if not block.startswith("accelerate")]
     assert len(files) == 3
     recipes = []
-    for text, kind in zip(files, (PretrainRecipe, MetaTrainRecipe, MetaTrainRecipe), strict=True):
+    for text, kind in zip(files, (MetaTrainRecipe, PretrainRecipe, MetaTrainRecipe), strict=True):
         (tmp_path / "recipe.toml").write_text(text)
         recipes.append(read_recipe(kind, tmp_path / "recipe.toml"))
-    _, paper, _ = recipes
+    _, _, paper = recipes
     for source in paper.sources + paper.validation:
         name, split = source.split(":")
         assert DATA_SETS[name].splits[split]
     assert MetaTrainRecipe(paper.sources, paper.backbone, paper.validation, root=paper.root) == paper
 
 
-def test_the_costs_on_the_page_are_those_of_the_benchmark():
+def test_the_extrapolated_costs_are_computed_from_those_of_the_benchmark():
     tables = {table.title: table.rows for table in Record("meta_training").read().tables}
     [costs] = (rows for title, rows in tables.items() if title.startswith("What an image of a training task costs"))
     [episodes] = (rows for title, rows in tables.items() if title.startswith("Training episodes"))
-    page = " ".join(PAGES[0].read_text().split())
     (_, support_flops, support_held), (_, query_flops, query_held) = costs
-    assert f"support image of 84 x 84 pixels costs {support_flops} GFLOP" in page
-    assert f"holds {support_held} for the gradient" in page
-    assert f"One more query image costs {query_flops} GFLOP and {query_held}" in page
-    _, ways, support, query = episodes[-1]
-    assert f"an episode has on average {ways} ways, {support} support and {query} query images" in page
-    assert f"{support} x {support_flops} + {query} x {query_flops} GFLOP" in page
+    _, _, support, query = episodes[-1]
+    record = " ".join((ROOT / "benchmarks" / "results" / "speed.md").read_text().split())
+    assert f"costs {support_flops} GFLOP in a training step and holds {support_held} for the gradient" in record
+    assert f"one more query image costs {query_flops} GFLOP and {query_held}" in record
+    assert f"an episode has on average {support} support and {query} query images" in record
+    of_a_task = 1e9 * (int(support) * float(support_flops) + int(query) * float(query_flops))
+    assert f"{support} x {support_flops} + {query} x {query_flops} GFLOP | {of_a_task / 1e12:.1f} TFLOP |" in record
+    of_all = MetaTrainRecipe.tasks * of_a_task
+    assert f"{MetaTrainRecipe.tasks:,} tasks | | {of_all / 1e17:.1f} x 10^17 |" in record
+    hours = 1.1 * of_all / 30e12 / 3600  # with validations
+    page = " ".join(PAGE.read_text().split())
+    assert f"{MetaTrainRecipe.tasks:,} tasks take about {hours:.1f} hours of computing" in page
