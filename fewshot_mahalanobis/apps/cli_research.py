@@ -25,7 +25,9 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any other setting of the recipe; may be repeated."),
 ]
-Root = Annotated[str | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT.")]
+Root = Annotated[
+    str | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT; paths may start there too.")
+]
 TrainingPrecision = Annotated[
     Precision | None,
     typer.Option(
@@ -230,7 +232,9 @@ def evaluate(
     image_size: Annotated[
         int | None, typer.Option(help="Side that images are resized to, in pixels. Default: each checkpoint's.")
     ] = None,
-    root: Annotated[Path | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT.")] = None,
+    root: Annotated[
+        Path | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT; paths may start there too.")
+    ] = None,
     results: Annotated[
         Path | None,
         typer.Option(

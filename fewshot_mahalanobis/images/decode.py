@@ -187,14 +187,17 @@ class ImageBatches:
 
     def decoded(self) -> Iterator[DecodedBatch]:
         """Iterate over the batches as uint8, with the positions of their images. A batch is never empty."""
-        lock = Lock()
+        lock, profiles_ignored = Lock(), dict[int, str]()
 
         def read(index: int) -> Square | ImageError:
             try:
                 image = item_of(self._images, index, lock)
                 if self._final and image.shape == (self.size, self.size, 3):
                     return Square(image)
-                return read_item(image, index, self.size, lock, None if self._final else self.value_range)
+                square = read_item(image, index, self.size, lock, None if self._final else self.value_range)
+                if square.profile_ignored:
+                    profiles_ignored[index] = describe(image)
+                return square
             except ImageError as error:
                 if self.on_error is None:
                     raise
@@ -202,7 +205,7 @@ class ImageBatches:
 
         starts = range(0, self.n_images, self.batch_size)
         batches = [range(start, min(start + self.batch_size, self.n_images)) for start in starts]
-        profiles_ignored, spans = list[int](), list[Span]()
+        spans = list[Span]()
         with (
             closing(decode_batches(read, batches, threads=self.n_threads, ahead=self.ahead)) as results_of_batches,
             tqdm(total=self.n_images, desc=self.progress, unit="image", disable=self.progress is None) as bar,
@@ -215,18 +218,15 @@ class ImageBatches:
                             self.on_error(result)
                         continue
                     usable[index] = result.pixels
-                    if result.profile_ignored:
-                        profiles_ignored.append(index)
                     if result.span is not None:
                         spans.append(result.span)
                 if usable:
                     yield DecodedBatch([*usable], np.stack([*usable.values()]))
                 bar.update(len(batch))
         if profiles_ignored:
-            first = profiles_ignored[0]
+            first = min(profiles_ignored)
             others = f" (and {len(profiles_ignored) - 1} more)" if len(profiles_ignored) > 1 else ""
-            name = describe(self._images[first])
-            warnings.warn(f"image {first} ({name}){others}: {PROFILE_IGNORED}", stacklevel=2)
+            warnings.warn(f"image {first} ({profiles_ignored[first]}){others}: {PROFILE_IGNORED}", stacklevel=2)
         if remark := narrow_range(spans):
             warnings.warn(remark, stacklevel=2)
 

@@ -30,17 +30,18 @@ _JUNK_FILES = {".ds_store", "icon\r", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 #: Bins, thumbnails, snapshots and the like of operating systems and network drives, in lower case. Folders whose names
 #: begin with a dot are left out too: of version control, caches, bins of Linux, thumbnails of QNAP...
 _SYSTEM_FOLDERS = {
-    *("$recycle.bin", "recycler", "system volume information", "found.000", "$winreagent", "msocache"),  # Windows
+    *("$recycle.bin", "recycler", "system volume information", "$winreagent", "msocache"),  # Windows
+    *(f"found.{number:03}" for number in range(10)),  # what chkdsk finds
     *("__macosx", "temporary items", "network trash folder", "thevolumesettingsfolder"),  # macOS
-    *("lost+found",),  # Linux
+    *("lost+found", "lost.dir"),  # Linux, Android
     *("@eadir", "@tmp", "#recycle", "#snapshot", "@sharebin", "@database"),  # Synology
-    *("@recycle", "@recently-snapshot", "network recycle bin", "@__thumb"),  # QNAP
+    *("@recycle", "@recently-snapshot", "network recycle bin", "network recycle bin 1", "@__thumb"),  # QNAP
     *("~snapshot", "trashbox"),  # NetApp, Buffalo
     *("__pycache__", "lightroom previews.lrdata"),
 }
 #: Names of the parts of a data set; the group is the kind of part.
 _SPLIT = re.compile(
-    r"(?:[a-z]+[ _-])?(train|val|dev|test|eval|holdout|support|query)(?:ing|id|idation|uation)?"
+    r"(?:[a-z]+[ _-])?(train|trainval|val|dev|test|eval|holdout|support|query|gallery)(?:ing|id|idation|uation)?"
     r"(?:[ _-]?(?:set|data|images|\d{4}))?|(?:fold|split)[ _-]?(\d+)"
 )
 
@@ -161,7 +162,7 @@ def find_class_images(path: str | os.PathLike[str]) -> ClassImages:
     if len(set(labels)) < 2:
         have = f"one sub-folder with images, {labels[0]!r}" if labels else "no sub-folder with images"
         nested = any(len(names - {""}) > 1 for names in sub_folders.values())
-        hint = f"Are the classes in {str(root / labels[0])!r}? " if nested else ""
+        hint = f"Are the classes in {str(root / next(iter(sub_folders)))!r}? " if nested else ""
         raise ValueError(
             f"{root} has {have}; at least two are needed, one for each class. {hint}{result.note()}".rstrip()
         )
@@ -176,7 +177,7 @@ def _no_classes(root: Path, sub_folders: dict[str, set[str]]) -> str | None:
     nested = {name: kind for name, kind in kinds.items() if "" not in sub_folders[name]}
     for splits in (kinds if len(kinds) == len(sub_folders) else {}, nested):
         if len({*splits.values()}) > 1:
-            first = min(splits, key=lambda name: splits[name] not in ("train", "support"))
+            first = min(splits, key=lambda name: splits[name] not in ("train", "trainval", "support"))
             return (
                 f"{root} has the parts of a data set, {_enumerated(splits)}, not a folder for each class: give one of "
                 f"them, {str(root / first)!r}"
@@ -297,7 +298,7 @@ _SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 def _separator(text: str, columns: Collection[str]) -> str:
     """The separator by which the first line has the columns; other names in it may contain any character."""
-    first = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
+    first = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0][:100_000]  # within csv's limit of a cell
 
     def known(separator: str) -> int:
         names = next(csv.reader([first], delimiter=separator, skipinitialspace=True), [])

@@ -89,6 +89,15 @@ def test_any_sequence_is_read_once_and_little_by_little(paths: list[Path]) -> No
     assert sorted(items.asked) == [0, 0, 1, 2, 3, 4, 5]
 
 
+def test_a_warning_of_an_item_does_not_read_it_again(paths: list[Path]) -> None:
+    buffer = io.BytesIO()
+    Image.open(paths[0]).save(buffer, "JPEG", icc_profile=b"junk" * 99)
+    items = Items([paths[0].read_bytes(), buffer.getvalue()])
+    with pytest.warns(UserWarning, match=r"image 1 \(bytes\): its colour profile is damaged"):
+        tensor_of(items)
+    assert sorted(items.asked) == [0, 1]
+
+
 def test_columns_of_polars_and_pyarrow_are_collections(paths: list[Path]) -> None:
     polars, arrow = pytest.importorskip("polars"), pytest.importorskip("pyarrow")
     names, contents, expected = [str(path) for path in paths], [path.read_bytes() for path in paths], tensor_of(paths)

@@ -74,6 +74,7 @@ SYSTEM_FOLDERS = [
     *(".thumbnails", ".Trash-1000/files", "lost+found", ".@__thumb", ".AppleDouble", ".ipynb_checkpoints", ".venv"),
     *("@eaDir/1.png", "#recycle", "#snapshot", "@Recycle", "@Recently-Snapshot", "Network Trash Folder", "~snapshot"),
     *("$RECYCLE.BIN/S-1-5", "$Recycle.Bin", "RECYCLER", "System Volume Information", "__MACOSX/cat", "Temporary Items"),
+    *("FOUND.003", "LOST.DIR"),
 ]
 
 
@@ -126,6 +127,7 @@ def test_classes_whose_names_resemble_those_of_system_folders_stay(tmp_path: Pat
         ("training_set valid", "training_set"),
         ("seg_train/sea seg_test/sea seg_train/ice", "seg_train"),
         ("train2017 val2017 test2017", "train2017"),
+        ("test trainval", "trainval"),
         ("support/a query/a", "support"),
         ("fold_0/a fold_0/b fold_1/a fold_1/b fold_2/a", "fold_0"),
         ("site1/a site1/b site2/a site2/b site2/c", "site1"),
@@ -312,6 +314,11 @@ def test_a_row_with_more_cells_than_columns_is_refused_by_its_line(
 def test_a_quote_that_is_not_closed_is_refused_by_its_line(text: str, line: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"line {line} of .*csv.* quote .* not closed"):
         read(tmp_path, text)
+
+
+def test_a_long_text_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"labels\.csv.*(no column 'path'|not closed)"):
+        read(tmp_path, "word " * 100_000)
 
 
 @pytest.mark.parametrize("column", ["path", "label"])
