@@ -230,6 +230,10 @@ class ImageBatches:
         if remark := narrow_range(spans):
             warnings.warn(remark, stacklevel=2)
 
+    def name_of(self, index: int) -> str:
+        """Name of an image in a message: its path if it has one, else its type."""
+        return describe(item_of(self._images, index, Lock()))
+
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """All images (n, 3, size, size) in ``dtype``, channels_last; each decoded batch is freed once it is copied."""
         shape = (self.n_images, 3, self.size, self.size)

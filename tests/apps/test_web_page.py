@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import base64
-import functools
+import hashlib
 import json
 import re
 import shutil
 import subprocess
 import tarfile
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +23,7 @@ from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.checkpoints import web_page
 from fewshot_mahalanobis.checkpoints.web_page import RUNTIME, RUNTIME_VERSION
+from tests.apps.web_server import served
 from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
 from tests.tiny import SUPPORT_LABELS, adapting_model, drawn, tiny_model
 
@@ -102,31 +99,11 @@ def browser() -> Iterator[Browser]:
         yield one
 
 
-class Handler(SimpleHTTPRequestHandler):
-    def end_headers(self) -> None:
-        self.send_header("Access-Control-Allow-Origin", "*")
-        super().end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address at which a folder is served."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder)) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
-
-
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """A folder for a page, and its address."""
-    with served(tmp_path / "site") as address:
-        yield tmp_path / "site", address
+    with served(tmp_path / "site") as one:
+        yield one.folder, one.address
 
 
 @pytest.fixture
@@ -136,8 +113,8 @@ def public_server(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder.mkdir()
     for name, _ in RUNTIME.values():
         shutil.copyfile(runtime / name, folder / name)
-    with served(folder) as address:
-        monkeypatch.setattr(web_page, "RUNTIME_ADDRESS", address)
+    with served(folder) as public:
+        monkeypatch.setattr(web_page, "RUNTIME_ADDRESS", public.address)
         yield folder
 
 
@@ -318,7 +295,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing(
         ({"folder": tmp_path / "other" / "thesis.tex"}, ValueError, "thesis.tex: it is no folder"),
         ({"folder": tmp_path / "none" / "site"}, FileNotFoundError, "there is no folder .*none"),
         ({"runtime": tmp_path / "npm"}, FileNotFoundError, f"npm install onnxruntime-web@{re.escape(RUNTIME_VERSION)}"),
-        ({"support": [*SUPPORT[:2], 255 - SUPPORT[2]]}, ValueError, "image 2 of `support` is none of those"),
+        ({"support": [*SUPPORT[:2], 255 - SUPPORT[2]]}, ValueError, "image 2 \\(ndarray\\): it is none of the images"),
     ):
         with pytest.raises(kind, match=message):
             classifier.export_page(**{"folder": tmp_path / "site", **arguments})
@@ -328,6 +305,54 @@ def test_a_page_that_cannot_be_written_leaves_nothing(
         classifier.export_page(tmp_path / "site", runtime=tmp_path / "npm")
     shutil.rmtree(tmp_path / "npm")
     assert sorted(tmp_path.rglob("*")) == [path for path in before if "npm" not in path.parts]
+
+
+@pytest.fixture
+def any_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of files that pages take for the runtime."""
+    folder = tmp_path / "runtime"
+    folder.mkdir()
+    digests = {}
+    for kind, (name, _) in RUNTIME.items():
+        (folder / name).write_text(kind)
+        digests[kind] = name, base64.b64encode(hashlib.sha384(kind.encode()).digest()).decode()
+    monkeypatch.setattr(web_page, "RUNTIME", digests)
+    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
+    return folder
+
+
+def test_a_rewritten_page_keeps_no_file_of_the_earlier_one_and_all_others(
+    classifier: SimpleCNAPSClassifier, any_runtime: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    classifier.export_page(site, runtime=any_runtime)
+    names = {path.name for path in site.iterdir()}
+    assert names == set(json.loads((site / "page.json").read_text())["files"])
+    (site / "robots.txt").write_text("mine")
+    described = json.loads((site / "page.json").read_text())
+    (site / "teach.js").write_text("of an earlier version")
+    (tmp_path / "thesis.tex").write_text("mine")
+    described["files"] += ["teach.js", "../thesis.tex", "gone.js"]
+    (site / "page.json").write_text(json.dumps(described))
+    classifier.export_page(site)
+    runtime = {path.name for path in any_runtime.iterdir()}
+    assert {path.name for path in site.iterdir()} == names - runtime | {"robots.txt"}
+    assert (tmp_path / "thesis.tex").exists()
+    classifier.export_page(site, runtime=any_runtime)
+    assert {path.name for path in site.iterdir()} == names | {"robots.txt"}
+
+
+@pytest.mark.parametrize(
+    "page_file", ["{}", "[1]", '{"made_by": 5}', '{"made_by": "another tool", "files": ["index.html"]}', "no json"]
+)
+def test_another_tools_page_is_not_overwritten(
+    page_file: str, classifier: SimpleCNAPSClassifier, tmp_path: Path
+) -> None:
+    (tmp_path / "page.json").write_text(page_file)
+    (tmp_path / "index.html").write_text("another tool's")
+    with pytest.raises(ValueError, match="has other files"):
+        classifier.export_page(tmp_path)
+    assert (tmp_path / "index.html").read_text() == "another tool's"
 
 
 def test_the_help_names_the_version_of_the_runtime() -> None:

@@ -27,6 +27,7 @@ from PIL import Image, ImageDraw
 from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.checkpoints.export import write_onnx
 from fewshot_mahalanobis.images.decode import ImageBatches, to_network_range
+from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedTask
 
@@ -41,13 +42,15 @@ RUNTIME = {
 }
 #: Their sizes in bytes, for what the page says while it loads.
 RUNTIME_BYTES = 73_054 + 14_239_897
+#: What every page names as its maker, before the version.
+_MADE_BY = "fewshot-mahalanobis"
 #: Side of a support picture on the page, in pixels.
 THUMBNAIL = 84
 #: Relative distance of features below which a picture is the one that a support feature came from.
 SAME_PICTURE = 0.1
 
-_STATIC = ("app.js", "worker.js", "style.css")
-_GRAPH, _PAGE, _ICONS = "classifier.onnx", "page.json", (192, 512)
+_STATIC = ("app.js", "pictures.js", "worker.js", "style.css")
+_GRAPH, _PAGE, _SERVICE_WORKER, _ICONS = "classifier.onnx", "page.json", "service-worker.js", (192, 512)
 
 
 def write_web_page(
@@ -59,7 +62,7 @@ def write_web_page(
     support: ImageBatches | None,
     runtime: str | os.PathLike[str] | None,
 ) -> None:
-    """Write the page's files into a folder, which is made if it is absent.
+    """Write the page's files into a folder, which is made if it is absent; they replace those of an earlier page.
 
     Raises
     ------
@@ -68,7 +71,7 @@ def write_web_page(
         another version. FileNotFoundError if one is missing, or the folder that ``folder`` is in.
     """
     folder = Path(folder)
-    _check_folder(folder)
+    earlier = _earlier_files(folder)
     scripts = None if runtime is None else _runtime_files(Path(runtime))
     pictures = None if support is None else _thumbnails(support, task)
     with TemporaryDirectory(prefix=".saving-page-", dir=folder.absolute().parent) as name:
@@ -76,19 +79,35 @@ def write_web_page(
         write_onnx(model, task, temporary / _GRAPH, pixels=True, distances=pictures is not None)
         _write(temporary, model, task, title, pictures, scripts)
         folder.mkdir(exist_ok=True)
-        for file in temporary.iterdir():
-            os.replace(file, folder / file.name)
+        written = {file.name for file in temporary.iterdir()}
+        # The service worker last: a visitor's browser that sees it keeps the other files as they are then.
+        for name in sorted(written, key=_SERVICE_WORKER.__eq__):
+            os.replace(temporary / name, folder / name)
+        for name in earlier - written:
+            (folder / name).unlink(missing_ok=True)
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise unless a page can be written to the folder: it is absent, empty, or has an earlier page."""
+def _earlier_files(folder: Path) -> set[str]:
+    """Names of the files of the page that is in the folder; none if the folder is absent or empty.
+
+    FileNotFoundError or ValueError if no page can be written there.
+    """
     parent = folder.absolute().parent
     if not parent.is_dir():
         raise FileNotFoundError(f"cannot write {folder}: there is no folder {parent}")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"cannot write to {folder}: it is no folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / _PAGE).is_file():
-        raise ValueError(f"{folder} has other files: name a new folder for the page, or one with an earlier page")
+    if not folder.exists() or not any(folder.iterdir()):
+        return set()
+    try:
+        page = json.loads((folder / _PAGE).read_text(encoding="utf-8"))
+        if not page["made_by"].startswith(_MADE_BY):
+            raise ValueError(page["made_by"])
+        return {Path(name).name for name in page["files"]}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(
+            f"{folder} has other files: name a new folder for the page, or one with an earlier page"
+        ) from None
 
 
 # -------------------------------------------------------------------- what goes in
@@ -122,8 +141,10 @@ def _thumbnails(support: ImageBatches, task: AdaptedTask) -> list[NDArray[np.uin
         for index, picture, row in zip(batch.indices, batch.pixels, distances, strict=True):
             same = (row < SAME_PICTURE).nonzero()[:, 0].tolist()
             if not same:
-                raise ValueError(
-                    f"image {index} of `support` is none of those that the classifier was fitted to: name them alone"
+                raise ImageError(
+                    "it is none of the images that the classifier was fitted to: give those alone as support",
+                    index,
+                    support.name_of(index),
                 )
             small = Image.fromarray(picture).resize((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
             thumbnails[min(same, key=row.__getitem__)] = np.asarray(small)
@@ -146,25 +167,13 @@ def _write(
     classes = [str(label) for label in fitted.classes.tolist()]
     for kind, path in (scripts or {}).items():
         shutil.copyfile(path, folder / RUNTIME[kind][0])
-    where = RUNTIME_ADDRESS if scripts is None else ""
-    runtime = {
-        kind: {"address": where + name, "integrity": f"sha384-{digest}"} for kind, (name, digest) in RUNTIME.items()
-    }
-    graph = {"address": _GRAPH, "integrity": f"sha384-{_sha384(folder / _GRAPH)}"}
+    where = RUNTIME_ADDRESS if scripts is None else None
+    runtime = {kind: _large_file(name, digest, where) for kind, (name, digest) in RUNTIME.items()}
+    graph = _large_file(_GRAPH, _sha384(folder / _GRAPH))
     examples = [classes[label] for label in fitted.labels.tolist()]
     support = None
     if pictures is not None:
         support = [{"label": label, "picture": _data(one)} for label, one in zip(examples, pictures, strict=True)]
-    page = {
-        "made_by": f"fewshot-mahalanobis {__version__}",
-        "side": model.image_size,
-        "labels": [str(label) for label in fitted.output_labels.tolist()],
-        "bytes": (folder / _GRAPH).stat().st_size + RUNTIME_BYTES,
-        "graph": graph,
-        "runtime": runtime,
-        "support": support,
-    }
-    (folder / _PAGE).write_text(json.dumps(page), encoding="utf-8")
     manifest = {
         "name": title,
         "short_name": title,
@@ -197,17 +206,34 @@ def _write(
     }
     index = _filled("index.html", {name: html.escape(value) for name, value in text.items()})
     (folder / "index.html").write_text(index, encoding="utf-8")
-    # Last, as the service worker keeps all other files, and its digest is theirs.
-    kept: list[tuple[str, str]] = [("./", "")]
-    kept += [
-        (path.name, "")
-        for path in sorted(folder.iterdir())
-        if path.name not in {"index.html", _GRAPH, *(name for name, _ in RUNTIME.values())}
-    ]
-    kept += [(file["address"], file["integrity"]) for file in (graph, *runtime.values())]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.iterdir()))).hexdigest()[:16]
-    worker = _filled("service-worker.js", {"digest": digest, "files": json.dumps(kept, indent=2)})
-    (folder / "service-worker.js").write_text(worker, encoding="utf-8")
+    page = {
+        "made_by": f"{_MADE_BY} {__version__}",
+        "side": model.image_size,
+        "labels": [str(label) for label in fitted.output_labels.tolist()],
+        "bytes": (folder / _GRAPH).stat().st_size + RUNTIME_BYTES,
+        "graph": graph,
+        "runtime": runtime,
+        "support": support,
+        "files": sorted({_PAGE, _SERVICE_WORKER, *(file.name for file in folder.iterdir())}),
+    }
+    (folder / _PAGE).write_text(json.dumps(page), encoding="utf-8")
+    _write_service_worker(folder, {file["address"]: file["integrity"] for file in (graph, *runtime.values())})
+
+
+def _large_file(name: str, digest: str, server: str | None = None) -> dict[str, str]:
+    """Address and integrity of a file. In the page's folder its address has the digest, as its name stays."""
+    address = f"{name}?{digest[:16]}" if server is None else server + name
+    return {"address": address, "integrity": f"sha384-{digest}"}
+
+
+def _write_service_worker(folder: Path, integrities: dict[str, str]) -> None:
+    """Write the script that keeps the files of a folder and the large ones, of which it checks the integrity."""
+    paths = sorted(folder.iterdir())
+    large = {address.partition("?")[0] for address in integrities}
+    kept = {path.name: "" for path in paths if path.name not in large} | integrities
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+    worker = _filled(_SERVICE_WORKER, {"digest": digest, "files": json.dumps([*kept.items()], indent=2)})
+    (folder / _SERVICE_WORKER).write_text(worker, encoding="utf-8")
 
 
 def _policy(runtime: str | None) -> str:

@@ -3,7 +3,6 @@
 "use strict";
 
 const BARS = 5, NEAREST = 6; // probabilities and nearest pictures that are shown of an answer
-const STRIP = 256; // rows of a picture that are in memory at a time
 const THUMBNAIL = 192;
 
 const element = id => document.getElementById(id);
@@ -41,12 +40,12 @@ async function load() {
 async function get({address, integrity = ""}) {
   let response;
   try {
-    response = await fetch(address, {integrity});
+    response = await fetch(address, {integrity, cache: integrity ? "no-cache" : "reload"});
   } catch {
     response = {ok: false, status: integrity ? "no network, or the file is not the one that the page was made with"
       : "no network"};
   }
-  if (!response.ok) throw new Error(`${address} could not be loaded (${response.status}).`);
+  if (!response.ok) throw new Error(`${address.split("?")[0]} could not be loaded (${response.status}).`);
   return response;
 }
 
@@ -82,49 +81,8 @@ function ask(message, transfer) {
 
 // ---------------------------------------------------------------- classifying
 
-/** The picture's pixels on white, RGB. As in Python, blocks of 2^k x 2^k pixels become their mean, k as large as leaves
- *  both sides at least twice as long as the network's. */
-function pixelsOf(picture, width, height) {
-  const times = Math.floor(Math.min(width, height) / (2 * page.side));
-  const block = times > 1 ? 1 << (31 - Math.clz32(times)) : 1;
-  const columns = Math.ceil(width / block), rows = Math.ceil(height / block);
-  const pixels = new Uint8Array(rows * columns * 3);
-  const strip = Math.ceil(STRIP / block) * block;
-  const canvas = document.createElement("canvas");
-  canvas.width = width;
-  canvas.height = Math.min(strip, height);
-  const context = canvas.getContext("2d", {willReadFrequently: true, alpha: false});
-  context.fillStyle = "white";
-  let place = 0;
-  for (let top = 0; top < height; top += strip) {
-    const lines = Math.min(strip, height - top);
-    context.fillRect(0, 0, width, lines);
-    context.drawImage(picture, 0, top, width, lines, 0, 0, width, lines);
-    const {data} = context.getImageData(0, 0, width, lines);
-    for (let y = 0; y < lines; y += block) {
-      const down = Math.min(block, lines - y);
-      for (let x = 0; x < width; x += block) {
-        const across = Math.min(block, width - x);
-        let red = 0, green = 0, blue = 0;
-        for (let j = 0; j < down; j++) {
-          for (let i = 0, at = 4 * ((y + j) * width + x); i < across; i++, at += 4) {
-            red += data[at];
-            green += data[at + 1];
-            blue += data[at + 2];
-          }
-        }
-        const count = down * across;
-        pixels[place++] = Math.round(red / count);
-        pixels[place++] = Math.round(green / count);
-        pixels[place++] = Math.round(blue / count);
-      }
-    }
-  }
-  return {pixels, height: rows, width: columns};
-}
-
-async function classify(picture, width, height) {
-  const input = pixelsOf(picture, width, height);
+async function classify(picture) {
+  const input = pixelsOf(picture, page.side);
   const {probabilities, label: [label], distances} = await ask(input, [input.pixels.buffer]);
   return {probabilities, label, distances};
 }
@@ -140,24 +98,24 @@ async function classifyFiles(files) {
     return cards.forEach(card => showProblem(card, "The classifier could not be loaded."));
   }
   for (const [index, file] of files.entries()) {
-    let bitmap;
+    let picture;
     try {
-      bitmap = await createImageBitmap(file, {imageOrientation: "from-image"});
+      picture = await openPicture(file);
     } catch {
       showProblem(cards[index], "This browser cannot open it as a picture.");
       continue;
     }
-    labels.push(await answer(cards[index], bitmap, files.length === 1));
+    labels.push(await answer(cards[index], picture, files.length === 1));
   }
   const unreadable = files.length - labels.length;
   say(summary(labels) + (unreadable ? ` ${unreadable} could not be opened.` : ""));
 }
 
 /** Classify a picture and fill its card; the label, or null if that fails. */
-async function answer(card, bitmap, open) {
-  draw(card.querySelector("canvas"), bitmap);
+async function answer(card, picture, open) {
+  drawThumbnail(card.querySelector("canvas"), picture);
   try {
-    const found = await classify(bitmap, bitmap.width, bitmap.height);
+    const found = await classify(picture);
     showAnswer(card, found);
     showNearest(card, found);
     card.querySelector("details").hidden = false;
@@ -167,7 +125,7 @@ async function answer(card, bitmap, open) {
     showProblem(card, `It could not be classified: ${error.message}`);
     return null;
   } finally {
-    bitmap.close();
+    picture.source.close();
   }
 }
 
@@ -194,15 +152,16 @@ function addCards(names) {
   return cards;
 }
 
-function draw(canvas, bitmap) {
-  const scale = Math.min(1, THUMBNAIL / Math.max(bitmap.width, bitmap.height));
-  canvas.width = Math.max(1, Math.round(bitmap.width * scale));
-  canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+function drawThumbnail(canvas, picture) {
+  const scale = Math.min(1, THUMBNAIL / Math.max(picture.width, picture.height));
+  canvas.width = Math.max(1, Math.round(picture.width * scale));
+  canvas.height = Math.max(1, Math.round(picture.height * scale));
   const context = canvas.getContext("2d");
   context.imageSmoothingQuality = "high";
   context.fillStyle = "white"; // behind a transparent picture, as the network sees it
   context.fillRect(0, 0, canvas.width, canvas.height);
-  context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  context.scale(canvas.width / picture.width, canvas.height / picture.height);
+  drawUpright(context, picture);
 }
 
 function showAnswer(place, {probabilities, label}) {
@@ -279,7 +238,9 @@ async function startCamera() {
   try {
     await ready;
     while (stream === opened) { // one frame after the other, as fast as they are classified
-      if (video.videoWidth) showAnswer(element("live"), await classify(video, video.videoWidth, video.videoHeight));
+      if (video.videoWidth) {
+        showAnswer(element("live"), await classify(pictureOf(video, video.videoWidth, video.videoHeight)));
+      }
       await new Promise(requestAnimationFrame); // waits while the page is in the background
     }
   } catch (error) {
@@ -301,7 +262,7 @@ async function keepFrame() {
   if (!video.videoWidth) return;
   const bitmap = await createImageBitmap(video);
   const [card] = addCards([`camera, ${new Date().toLocaleTimeString()}`]);
-  say(summary([await answer(card, bitmap, true)]));
+  say(summary([await answer(card, pictureOf(bitmap, bitmap.width, bitmap.height), true)]));
 }
 
 // ---------------------------------------------------------------- the visitor
