@@ -18,16 +18,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from benchmarks.suspects import SETS
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.heads import AutoHead
+from fewshot_mahalanobis.images.same_picture import same_pictures, small_pictures
 from fewshot_mahalanobis.networks.devices import choose_dtype
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.research.evaluation.tables import markdown_table
-from fewshot_mahalanobis.support_set.copies import near_copies
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.summary import summarise
@@ -58,8 +59,8 @@ def features(model: SimpleCNAPS, source: ImageSource, n: int, first: int) -> Ite
         by_few = model.adapted_network(images[few], labels[few], dtype=dtype)
         by_many = model.adapted_network(images, labels, dtype=dtype)
         yield {
-            "few": (by_few.features(images[few]), labels[few]),
-            "many": (by_many.features(images), labels),
+            "few": _support(by_few.features(images[few]), images[few], labels[few]),
+            "many": _support(by_many.features(images), images, labels),
             "queries": (by_many.features(source.network_input(episode.query)), torch.from_numpy(episode.query_labels)),
         }
 
@@ -74,8 +75,12 @@ def measure(task: dict[str, Any]) -> Task:
     return Task(summary.accuracy, accuracy, right, low <= right + 1 / len(truth) and right - 1 / len(truth) <= high)
 
 
-def _fitted(support: torch.Tensor, labels: torch.Tensor) -> FittedHead:
-    return FittedHead.fit(AutoHead(), Features(support), labels, copies=near_copies)
+def _support(features: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> tuple[Any, ...]:
+    return features, labels, same_pictures(small_pictures(images), features)
+
+
+def _fitted(support: torch.Tensor, labels: torch.Tensor, copies: NDArray[np.int64]) -> FittedHead:
+    return FittedHead.fit(AutoHead(), Features(support), labels, copies=copies)
 
 
 def collect(file: Path, model: SimpleCNAPS, path: str, n: int) -> list[dict[str, Any]]:

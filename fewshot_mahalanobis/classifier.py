@@ -28,11 +28,19 @@ from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.checkpoints.web_page import write_web_page
 from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.same_picture import same_pictures, small_pictures
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.support_set.calibration import check_settings
-from fewshot_mahalanobis.support_set.copies import checked_groups, copies_found, near_copies, warn_of_copies
+from fewshot_mahalanobis.support_set.copies import (
+    chained,
+    checked_groups,
+    copies_found,
+    equal_rows,
+    warn_of_contradictions,
+    warn_of_copies,
+)
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -139,6 +147,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     model_: SimpleCNAPS
     precision_: str
     task_: AdaptedTask
+    _pictures: torch.Tensor | None  # small pictures of the support images, for copies; they are not kept in files
 
     def __init__(
         self,
@@ -185,7 +194,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             Images of one group, such as frames of one video or pictures of one object, are left out together where
             threshold, temperature and settings are chosen by leaving images out; each group counts once. A group may
             have images of several classes. By default copies are recognised and form groups: the same image of a class
-            again, compressed, mirrored or slightly cropped. A UserWarning says how many there are.
+            again, compressed, mirrored or slightly cropped. A UserWarning says how many there are, and another one
+            names those that are in different classes.
 
         Raises
         ------
@@ -219,10 +229,13 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         network, batch_size = within_memory(lambda size: adapted(batch_size=size), batch_size)
         unadapted = model.with_film(None, dtype) if self.unknown_label is not None and network.film else None
         support, _ = _features(network, unadapted, images, batch_size)
-        fitted_head = self._fitted(head, support, targets, classes, names)
+        pictures = small_pictures(images)
+        copies = same_pictures(pictures, support.adapted)
+        fitted_head = self._fitted(head, support, targets, classes, names, copies)
         warn_of_copies(fitted_head.groups, names)
+        warn_of_contradictions(copies, labels, batches.name)
         task = AdaptedTask(network, fitted_head, unadapted)
-        self._set(device_=device, model_=model, precision_=self.precision, task_=task)
+        self._set(device_=device, model_=model, precision_=self.precision, task_=task, _pictures=pictures)
         return self
 
     def partial_fit(self, X: Any, y: ArrayLike, groups: Iterable[Any] | None = None) -> SimpleCNAPSClassifier:
@@ -239,7 +252,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             Labels, of the type given to ``fit``.
         groups : sequence of n strings or numbers, optional
             As for ``fit``; equal groups of different calls are one. Without them new images are compared with all
-            images so far.
+            images so far; after :meth:`load`, copies of earlier images are recognised only if they are the same again.
 
         Raises
         ------
@@ -269,14 +282,40 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
                 "images are recognised by adapted features alone. To compare both, fit again to all support images",
                 stacklevel=2,
             )
-        support = Features.joined([old, *self._features(batches, network, unadapted)])
-        fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), classes, names)
+        added = list[torch.Tensor]()
+        seen = _with_pictures(batches, added)
+        support = Features.joined([old, *self._features(seen, network, unadapted)])
+        pictures, copies = self._copies(torch.cat(added), support.adapted)
+        fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), classes, names, copies)
         warn_of_copies(fitted_head.groups, names, copies_found(before.groups, before.group_names))
-        self._set(task_=AdaptedTask(network, fitted_head, unadapted))
+        n = len(before.labels)
+        warn_of_contradictions(
+            copies, fitted_head.support_labels, lambda i: batches.name(i - n) if i >= n else f"earlier image {i}", n
+        )
+        self._set(task_=AdaptedTask(network, fitted_head, unadapted), _pictures=pictures)
         return self
 
+    def _copies(self, added: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor | None, NDArray[np.int64]]:
+        """Small pictures of all images, the last of them ``added``, and the pairs of copies by all features (n, d).
+
+        A classifier that was loaded or unpickled has no pictures of earlier images. Of those it knows the groups, and
+        recognises a new image that has the same features.
+        """
+        if self._pictures is not None:
+            pictures = torch.cat([self._pictures, added])
+            return pictures, same_pictures(pictures, features)
+        n, groups = len(features) - len(added), self.fitted_head_.groups
+        known = [equal_rows(features)] if groups is None else [equal_rows(features), chained(groups)]
+        return None, np.concatenate([*known, same_pictures(added, features[n:]) + n])
+
     def _fitted(
-        self, head: Any, support: Features, labels: torch.Tensor, classes: NDArray[Any], group_names: list[Any]
+        self,
+        head: Any,
+        support: Features,
+        labels: torch.Tensor,
+        classes: NDArray[Any],
+        group_names: list[Any],
+        copies: NDArray[np.int64],
     ) -> FittedHead:
         return FittedHead.fit(
             head,
@@ -287,7 +326,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             unknown_label=self.unknown_label,
             false_rejection_rate=self.false_rejection_rate,
             group_names=group_names,
-            copies=near_copies,
+            copies=copies,
         )
 
     def _set(self, **fitted: Any) -> None:
@@ -316,9 +355,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         return self._features(self._query_batches(X, method), self.task_.network, unadapted)
 
     def _features(
-        self, batches: ImageBatches, network: AdaptedNetwork, unadapted: AdaptedNetwork | None
+        self, batches: Iterable[torch.Tensor], network: AdaptedNetwork, unadapted: AdaptedNetwork | None
     ) -> Iterator[Features]:
-        batch_size = batches.batch_size
+        batch_size = self.batch_size
         for images in batches:
             features, batch_size = _features(network, unadapted, images, min(batch_size, len(images)))
             yield features
@@ -550,11 +589,12 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         model, dtype = state.model, choose_dtype(state.precision, state.model)
         unadapted = None if state.fitted_head.support.unadapted is None else model.with_film(None, dtype)
         task = AdaptedTask(model.with_film(state.film, dtype), state.fitted_head, unadapted)
-        self._set(device_=model.device, model_=model, precision_=state.precision, task_=task)
+        self._set(device_=model.device, model_=model, precision_=state.precision, task_=task, _pictures=None)
 
     def __getstate__(self) -> dict[str, Any]:
         # On the CPU, for machines without this device. The model and the FiLM parameters give back the folded networks.
         state = {name: on_cpu(value) for name, value in super().__getstate__().items()}
+        state.pop("_pictures", None)  # a fitted classifier that leaves the process has no pictures
         if "task_" in state:
             film = self.task_.network.film
             film = None if film is None else film.to(torch.device("cpu"))
@@ -574,6 +614,13 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             self._restore(
                 replace(kept, model=kept.model.to(device), film=film, fitted_head=kept.fitted_head.to(device))
             )
+
+
+def _with_pictures(batches: Iterable[torch.Tensor], pictures: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The batches of images; small pictures of each are added to ``pictures``."""
+    for images in batches:
+        pictures.append(small_pictures(images))
+        yield images
 
 
 def _features(

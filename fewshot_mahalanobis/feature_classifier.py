@@ -15,7 +15,13 @@ from sklearn.utils.validation import validate_data
 
 from fewshot_mahalanobis.gaussians.checks import class_means
 from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, LinearHead, MahalanobisHead, make_head
-from fewshot_mahalanobis.support_set.copies import checked_groups, copies_found, equal_rows, warn_of_copies
+from fewshot_mahalanobis.support_set.copies import (
+    checked_groups,
+    copies_found,
+    equal_rows,
+    warn_of_contradictions,
+    warn_of_copies,
+)
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -123,7 +129,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         Warns
         -----
         UserWarning
-            ``false_rejection_rate`` is smaller than so few examples can guarantee, or examples are copies.
+            ``false_rejection_rate`` is smaller than so few examples can guarantee, or examples are copies; those in
+            different classes are named.
         """
         fresh = copy(self)
         features, labels = validate_data(fresh, X, label_array(y), dtype=np.float64)
@@ -190,9 +197,11 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         """Fit ``fresh``, a copy of this estimator, and take its place: an error leaves this one untouched."""
         fresh._allowed = allowed
         classes, indices = np.unique(labels, return_inverse=True)
+        support = Features(torch.tensor(features, device="cpu"))
+        copies = equal_rows(support.adapted)
         fresh.fitted_head_ = FittedHead.fit(
             self._head(),
-            Features(torch.tensor(features, device="cpu")),
+            support,
             torch.tensor(indices, dtype=torch.int64, device="cpu"),
             classes,
             temperature=self.temperature,
@@ -200,10 +209,12 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             false_rejection_rate=self.false_rejection_rate,
             similarities=False,
             group_names=group_names,
-            copies=equal_rows,
+            copies=copies,
         )
         known = 0 if before is None else copies_found(before.groups, before.group_names)
         warn_of_copies(fresh.fitted_head_.groups, group_names, known)
+        n_before = 0 if before is None else len(before.labels)
+        warn_of_contradictions(copies, labels, "example {}".format, n_before)
         self.__dict__ = fresh.__dict__
         return self
 

@@ -181,6 +181,12 @@ class ImageBatches:
         self.progress = progress
         self.n_threads = decoding_threads(n_jobs)
 
+    def name(self, index: int) -> str:
+        """What to call an image in a message: its place, and its path if it has one."""
+        item = self._images[index] if isinstance(self._images, list | tuple) else None
+        path = describe(item)
+        return f"image {index}" + (f" ({path})" if path.startswith(("'", '"')) else "")
+
     def __iter__(self) -> Iterator[Tensor]:
         for batch in self.decoded():
             yield to_network_range(torch.from_numpy(batch.pixels).permute(0, 3, 1, 2))

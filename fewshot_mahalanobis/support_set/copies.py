@@ -4,8 +4,10 @@ A copy of a picture, compressed again, mirrored or cropped, says nothing about h
 if it were new. Where copies stay behind, the distances of left-out examples are far too small: thresholds reject what
 they should accept, and probabilities are too sure. So copies form a group and are left out together.
 
-Two examples of a class are copies where their features are closer than half of what is usual in that class. Groups
-that the user names take precedence.
+Pictures are copies where their aligned pixels agree (:mod:`~fewshot_mahalanobis.images.same_picture`), other examples
+where their features are equal. Groups that the user names take precedence.
+
+Copies in different classes contradict each other. They form no group, but are named in a warning.
 """
 
 from __future__ import annotations
@@ -20,74 +22,36 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
-from torch.nn import functional as F
 
 from fewshot_mahalanobis.support_set.warn import warn_caller
 
-#: Copies are closer than this share of the usual distance, by the angle of their features. Of pictures of validation
-#: classes 0.5 finds nearly all copies that are mirrored, cropped by 5 % or compressed, and 0 to 2 % of different ones.
-COPY_SHARE = 0.5
-#: Usual is the median distance in the class, and at least this share of the median distance between classes. That
-#: recognises the copies of a class of one picture.
-LEAST_SHARE = 0.4
-#: Most examples that a median is taken of, and rows of distances at a time.
-_MOST, _ROWS = 1000, 256
 #: Equal rows of features are copies if so many columns have different values in most different rows.
 _TELLING_COLUMNS = 8
 #: Rounding of a feature that was computed in another batch, relative to the largest of its column.
 _ROUNDING = 1e-5
 
-#: Features (n, d) and labels (n,) -> pairs (p, 2) of copies.
-CopyFinder = Callable[[Tensor, Tensor], NDArray[np.int64]]
+#: Pairs of copies in different classes that a warning names.
+_MOST_NAMED = 5
 
 
-def near_copies(features: Tensor, labels: Tensor) -> NDArray[np.int64]:
-    """Pairs (p, 2) of support images of one class that are near-copies, by a network's features (n, d), labels (n,)."""
-    x = F.normalize(features.detach().cpu().double(), dim=1)
-    labels = labels.cpu()
-    some, of_some = _spread_out(x), _spread_out(labels)
-    between = torch.cdist(some, some)[of_some[:, None] != of_some]
-    least = LEAST_SHARE * float(between.median()) if len(between) else 0.0
-    pairs = []
-    for rows in _by_class(labels):
-        if len(rows) > 1:
-            usual = max(float(torch.pdist(_spread_out(x[rows])).median()), least)
-            for first in range(0, len(rows), _ROWS):
-                close = torch.cdist(x[rows[first : first + _ROWS]], x[rows]) < COPY_SHARE * usual
-                i, j = close.triu(diagonal=first + 1).nonzero().T
-                pairs.append(torch.stack([rows[first + i], rows[j]], dim=1))
-    return torch.cat(pairs).numpy() if pairs else np.empty((0, 2), np.int64)
-
-
-def equal_rows(features: Tensor, labels: Tensor) -> NDArray[np.int64]:
-    """Pairs (p, 2) of examples of one class whose features (n, d) are equal but for rounding.
+def equal_rows(features: Tensor) -> NDArray[np.int64]:
+    """Pairs (p, 2) of examples, of any classes, whose features (n, d) are equal but for rounding.
 
     Where features have few values, as counts and categories do, different examples can be equal by chance. So there
     must be eight columns in which most different rows differ.
     """
-    x, pairs = features.detach().cpu().double(), []
+    x = features.detach().cpu().double()
     scale = x.abs().amax(dim=0)
     x = x / torch.where(scale > 0, scale, 1.0)
-    for rows in _by_class(labels.cpu()):
-        order = rows[x[rows].sum(dim=1).argsort(stable=True)]  # equal rows are neighbours
-        equal = (x[order[1:]] - x[order[:-1]]).abs().amax(dim=1) <= _ROUNDING
-        pairs.append(torch.stack([order[:-1], order[1:]], dim=1)[equal])
-    found = torch.cat(pairs)
+    # Equal rows are neighbours, and different ones rarely meet, as rows of counts with one sum would.
+    order = (x @ torch.arange(1, x.shape[1] + 1, dtype=x.dtype).sin()).argsort(stable=True)
+    equal = (x[order[1:]] - x[order[:-1]]).abs().amax(dim=1) <= _ROUNDING
+    found = torch.stack([order[:-1], order[1:]], dim=1)[equal]
     if len(found) == 0:
         return found.numpy()
     different = x.new_ones(len(x), dtype=torch.bool).index_fill(0, found[:, 1], False)
     values = (x[different].sort(dim=0).values.diff(dim=0) > _ROUNDING).sum(dim=0) + 1
     return (found if (values > different.sum() / 2).sum() >= _TELLING_COLUMNS else found[:0]).numpy()
-
-
-def _by_class(labels: Tensor) -> list[Tensor]:
-    """Rows of the examples of each class."""
-    return [(labels == label).nonzero()[:, 0] for label in labels.unique()]
-
-
-def _spread_out(x: Tensor) -> Tensor:
-    """At most ``_MOST`` rows of ``x``, evenly from all."""
-    return x[:: -(-len(x) // _MOST)]
 
 
 def joined(n: int, pairs: NDArray[np.int64], names: Sequence[Any]) -> Tensor | None:
@@ -108,6 +72,19 @@ def joined(n: int, pairs: NDArray[np.int64], names: Sequence[Any]) -> Tensor | N
     i, j = np.concatenate([pairs, np.array(same, np.int64).reshape(-1, 2)]).T
     number, groups = connected_components(coo_array((np.ones(len(i)), (i, j)), shape=(n, n)), directed=False)
     return None if number == n else torch.from_numpy(groups.astype(np.int64))
+
+
+def chained(groups: Tensor) -> NDArray[np.int64]:
+    """Pairs (p, 2) that join the examples of each group, by numbers (n,)."""
+    numbers = groups.cpu().numpy()
+    order = numbers.argsort(kind="stable")
+    pairs: NDArray[np.int64] = np.stack([order[:-1], order[1:]], axis=1)
+    return within_classes(pairs, numbers)
+
+
+def within_classes(pairs: NDArray[np.int64], labels: NDArray[Any]) -> NDArray[np.int64]:
+    """Those of the pairs (p, 2) whose two examples have the same of the labels (n,)."""
+    return pairs[labels[pairs[:, 0]] == labels[pairs[:, 1]]]
 
 
 def checked_groups(groups: Iterable[Any] | None, n: int) -> list[Any]:
@@ -136,19 +113,52 @@ def number_of_copies(groups: Tensor | None) -> int:
     return 0 if groups is None else len(groups) - len(groups.unique())
 
 
+def groups_of_several(groups: Tensor | None) -> list[list[int]]:
+    """The examples of each group of at least two."""
+    members: dict[int, list[int]] = {}
+    for i, number in enumerate([] if groups is None else groups.tolist()):
+        members.setdefault(number, []).append(i)
+    return [examples for examples in members.values() if len(examples) > 1]
+
+
 def warn_of_copies(groups: Tensor | None, names: Sequence[Any], before: int = 0) -> None:
     """Say once how many copies were found that the user did not name, if they are more than ``before``."""
     found = copies_found(groups, names)
     if found > before:
         n = len(names)
         warn_caller(
-            f"{found} of {n} support examples look like copies of others: the same, compressed, mirrored or cropped. "
+            f"{found} of {n} support examples are copies of others: the same, compressed, mirrored or cropped. "
             "Leave-one-out, which chooses threshold, temperature and settings, counts all as "
-            f"{n - number_of_copies(groups)} examples. To say which examples belong together, pass groups=...; "
-            "groups=range(n) says that none do"
+            f"{n - number_of_copies(groups)} examples. To say which examples belong together, pass groups=... "
+            "(on the command line --groups COLUMN); groups=range(n) (--groups none) says that none do"
         )
 
 
 def copies_found(groups: Tensor | None, names: Sequence[Any]) -> int:
     """Copies that were found beyond the groups that the user named."""
     return number_of_copies(groups) - number_of_copies(joined(len(names), np.empty((0, 2), np.int64), names))
+
+
+def warn_of_contradictions(
+    pairs: NDArray[np.int64], labels: NDArray[Any], name: Callable[[int], str], before: int = 0
+) -> None:
+    """Name the copies, of pairs (p, 2), that have different labels (n,).
+
+    Parameters
+    ----------
+    pairs : int64 ndarray of shape (p, 2)
+    labels : ndarray of shape (n,)
+    name : callable
+        What to call an example by its index.
+    before : int
+        Pairs of examples with smaller indices are known from an earlier call.
+    """
+    first, second = labels[pairs[:, 0]], labels[pairs[:, 1]]
+    contradictory = pairs[(first != second) & (pairs.max(axis=1, initial=-1) >= before)].tolist()
+    if contradictory:
+        named = [" and ".join(f"{name(i)} in {labels[i]!s}" for i in pair) for pair in contradictory[:_MOST_NAMED]]
+        more = f"; and {len(contradictory) - _MOST_NAMED} more pairs" if len(contradictory) > _MOST_NAMED else ""
+        warn_caller(
+            f"copies of one example are in different classes: {'; '.join(named)}{more}. Give all copies one label, or "
+            "leave them out: no classifier can learn both"
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.calibration import calibrate
-from fewshot_mahalanobis.support_set.copies import CopyFinder, joined
+from fewshot_mahalanobis.support_set.copies import joined, within_classes
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import warn_of_similar_labels
 from fewshot_mahalanobis.support_set.unknown import OutlierScore, output_labels
@@ -74,7 +74,7 @@ class FittedHead:
         false_rejection_rate: float = 0.05,
         similarities: bool = True,
         group_names: list[Any] | None = None,
-        copies: CopyFinder | None = None,
+        copies: NDArray[np.int64] | None = None,
     ) -> FittedHead:
         """Fit a head to a support set and calibrate it.
 
@@ -97,8 +97,8 @@ class FittedHead:
             Whether the outlier score adds similarities to the head's distance (``unknown.py``).
         group_names : list of n, optional
             Examples of equal name are left out together, whatever their classes. None stands for no name.
-        copies : callable, optional
-            Finds copies by the adapted features, among examples that do not both have a name; by default none are.
+        copies : int64 ndarray of shape (p, 2), optional
+            Pairs of copies. Those of one class are left out together, unless both have a name.
 
         Raises
         ------
@@ -109,8 +109,7 @@ class FittedHead:
         classes = np.arange(int(labels.max()) + 1) if classes is None else classes
         warn_of_similar_labels([*classes.tolist(), unknown_label])
         names: list[Any] = [None] * len(labels) if group_names is None else group_names
-        search = copies is not None and None in names
-        pairs = copies(support.adapted, labels) if copies and search else np.empty((0, 2), np.int64)
+        pairs = np.empty((0, 2), np.int64) if copies is None else within_classes(copies, labels.cpu().numpy())
         groups = joined(len(labels), pairs, names)
         groups = None if groups is None else groups.to(labels.device)
         with torch.no_grad():

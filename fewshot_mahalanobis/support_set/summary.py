@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from fewshot_mahalanobis.gaussians.groups import left_out_weights
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import CosineHead
-from fewshot_mahalanobis.support_set.copies import number_of_copies
+from fewshot_mahalanobis.support_set.copies import groups_of_several
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.learning_curve import LearningCurve, learning_curve
 
@@ -94,9 +94,9 @@ class SupportSummary:
         Most frequent first.
     suspects : list of Suspect
         Wrong labels, then near-duplicates, then outliers, each most suspect first.
-    copies : int
-        Support examples beyond the first of each group that was left out together: copies, or those of a common group
-        given to ``fit``.
+    groups : list of list of int
+        The places of the examples of each group of two or more that was left out together: copies, or those of
+        a common group given to ``fit``.
     curve : LearningCurve or None
         Accuracy with fewer examples a class, and what more would bring; None if no class has two.
     noun : str
@@ -108,9 +108,14 @@ class SupportSummary:
     counted: int
     confusions: list[Confusion]
     suspects: list[Suspect]
-    copies: int = 0
+    groups: list[list[int]] = field(default_factory=list)
     curve: LearningCurve | None = None
     noun: str = "example"
+
+    @property
+    def copies(self) -> int:
+        """Support examples beyond the first of each group."""
+        return sum(len(group) - 1 for group in self.groups)
 
     @property
     def accuracy(self) -> float:
@@ -139,6 +144,9 @@ class SupportSummary:
                 f"Copies: {self.copies} of {total} {self.noun}s are copies of others or of one group with them; in "
                 f"leave-one-out they count as {total - self.copies}"
             )
+            lines += [f"  {self._listed(group, names)}" for group in self.groups[:MAX_LINES]]
+            if len(self.groups) > MAX_LINES:
+                lines.append(f"  and {len(self.groups) - MAX_LINES} more groups")
         if self.counted:
             lines.append(f"Leave-one-out accuracy: {self.right} of {self.counted} ({self.accuracy:.0%})")
         else:
@@ -159,15 +167,19 @@ class SupportSummary:
                 lines.append(f"  and {len(found) - MAX_LINES} more")
         return "\n".join(lines)
 
-    def _sentence(self, suspect: Suspect, names: Sequence[Any] | None) -> str:
-        def name(index: int) -> str:
-            return f"{self.noun} {index}" if names is None else str(names[index])
+    def _name(self, index: int, names: Sequence[Any] | None) -> str:
+        return f"{self.noun} {index}" if names is None else str(names[index])
 
-        start = f"{name(suspect.index)} ({suspect.label})"
+    def _listed(self, group: list[int], names: Sequence[Any] | None) -> str:
+        more = f" and {len(group) - MAX_LINES} more" if len(group) > MAX_LINES else ""
+        return ", ".join(self._name(index, names) for index in group[:MAX_LINES]) + more
+
+    def _sentence(self, suspect: Suspect, names: Sequence[Any] | None) -> str:
+        start = f"{self._name(suspect.index, names)} ({suspect.label})"
         if suspect.odds is not None:
             return f"{start}: {suspect.predicted} is {_times(suspect.odds)} as probable"
         if suspect.twin is not None:
-            return f"{start}: almost the same as {name(suspect.twin)}"
+            return f"{start}: almost the same as {self._name(suspect.twin, names)}"
         return f"{start}: unlike the other {self.noun}s of its class"
 
 
@@ -196,7 +208,7 @@ def summarise(fitted: FittedHead, noun: str = "example") -> SupportSummary:
             *(Suspect(i, names[labels[i]], "near-duplicate", twin=j) for i, j in _near_duplicates(features.cpu())),
             *(Suspect(i, names[labels[i]], "outlier") for i in _outliers(cosines, labels, counted) if i not in known),
         ],
-        number_of_copies(fitted.groups),
+        groups_of_several(fitted.groups),
         learning_curve(fitted, logits, noun),
         noun,
     )

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 from sklearn.datasets import load_digits, load_iris
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
-from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows, joined, near_copies, number_of_copies
+from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows, joined, number_of_copies, within_classes
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.influence import support_influence
@@ -37,15 +38,17 @@ def task() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return x[rows], y[rows], x[rest], y[rest]
 
 
-def copied(x: torch.Tensor, y: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A support set with copies."""
+def copied(x: torch.Tensor, y: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor, np.ndarray[Any, Any]]:
+    """A support set with copies, and the pairs of them."""
+    everyone, one_class = torch.arange(len(x)), (y == 0).nonzero()[:, 0]
     noise = 0.01 * torch.randn(3 * len(x), x.shape[1], generator=torch.Generator().manual_seed(1), dtype=x.dtype)
     copies = {
-        "doubles": (x, y),
-        "three near-copies each": (x.repeat(3, 1) + noise, y.repeat(3)),
-        "one class four times": (x[y == 0].repeat(3, 1), y[y == 0].repeat(3)),
+        "doubles": (x, everyone),
+        "three near-copies each": (x.repeat(3, 1) + noise, everyone.repeat(3)),
+        "one class four times": (x[y == 0].repeat(3, 1), one_class.repeat(3)),
     }[how]
-    return torch.cat([x, copies[0]]), torch.cat([y, copies[1]])
+    pairs = torch.stack([copies[1], len(x) + torch.arange(len(copies[1]))], dim=1).numpy()
+    return torch.cat([x, copies[0]]), torch.cat([y, y[copies[1]]]), pairs
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -62,21 +65,20 @@ def test_known_queries_are_not_rejected_for_copies(
         right = prediction.logits.argmax(dim=1) == truth
         return float((prediction.indices == 5).double().mean()), float(right.double().mean())
 
-    without, with_copies = rejected_and_right(x, y, near_copies), rejected_and_right(*copied(x, y, how), near_copies)
+    without, with_copies = rejected_and_right(x, y, NO_PAIRS), rejected_and_right(*copied(x, y, how))
     assert with_copies[0] <= without[0] + 0.05
     assert with_copies[1] >= without[1] - 0.02
     if how != "one class four times":
-        assert rejected_and_right(*copied(x, y, how), None)[0] > with_copies[0] + 0.2  # what was wrong without
+        assert rejected_and_right(*copied(x, y, how)[:2], None)[0] > with_copies[0] + 0.2  # what was wrong without
 
 
 def test_without_copies_nothing_is_found_and_everything_is_as_before(
     task: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     x, y, queries, _ = task
-    assert len(near_copies(x, y)) == len(equal_rows(x, y)) == 0
-    fits = [
-        FittedHead.fit(AutoHead(), Features(x), y, unknown_label=-1, copies=copies) for copies in (None, near_copies)
-    ]
+    found = equal_rows(x)
+    assert len(found) == 0
+    fits = [FittedHead.fit(AutoHead(), Features(x), y, unknown_label=-1, copies=copies) for copies in (None, found)]
     scores = [fitted.outlier_score(Features(queries)) for fitted in fits]
     assert torch.equal(*scores)
     assert fits[0].groups is fits[1].groups is None
@@ -87,38 +89,10 @@ def test_a_class_of_copies_is_worth_what_its_pictures_are(
 ) -> None:
     x, y, _, _ = task
     groups = torch.cat([torch.arange(25), torch.arange(25)[y == 0].repeat(3)])
-    x, y = copied(x, y, "one class four times")
+    x, y, _ = copied(x, y, "one class four times")
     state = AutoHead().fit_groups(x, y, groups)
     assert state.counts.tolist() == [5.0] * 5
     assert state.shrink.unique().numel() == state.ratio.unique().numel() == 1
-
-
-def test_near_copies_are_those_of_one_class_and_closer_than_is_usual_there() -> None:
-    features, labels, _ = make_task(0, [6, 6], 40, dtype=torch.float64)
-    first, other = (labels == 0).nonzero()[:2, 0].tolist()
-    near = features[first] + 0.1 * torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x = torch.cat([features, near[None], 3 * features[other][None], features[first][None]])  # cosines: 3 x is no change
-    y = torch.cat([labels, torch.tensor([0, 0, 1])])
-    assert {tuple(sorted(pair)) for pair in near_copies(x, y).tolist()} == {(first, 12), (other, 13)}
-    assert near_copies(x.float(), y).tolist() == near_copies(x, y).tolist()
-
-
-def test_copies_of_the_only_picture_of_a_class_are_recognised() -> None:
-    features, labels, _ = make_task(0, [1, 1, 1], 40, dtype=torch.float64)
-    pairs = near_copies(torch.cat([features, features]), labels.repeat(2))
-    assert pairs.tolist() == [[i, i + 3] for i in labels.argsort().tolist()]
-    assert len(near_copies(torch.zeros(4, 3), torch.tensor([0, 0, 1, 1]))) == 0  # features that say nothing
-
-
-def test_blocks_of_rows_find_the_same_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fewshot_mahalanobis.support_set import copies
-
-    features, labels, _ = make_task(0, [9, 4], 30)
-    x, y = torch.cat([features, features[3:8]]), torch.cat([labels, labels[3:8]])
-    pairs = near_copies(x, y).tolist()
-    assert len(pairs) == 5
-    monkeypatch.setattr(copies, "_ROWS", 2)
-    assert near_copies(x, y).tolist() == pairs
 
 
 def test_equal_rows_are_copies_where_they_cannot_be_equal_by_chance() -> None:
@@ -126,13 +100,15 @@ def test_equal_rows_are_copies_where_they_cannot_be_equal_by_chance() -> None:
     X, y = torch.from_numpy(digits.data[:60]) + torch.rand(60, 1).double(), torch.from_numpy(digits.target[:60])
     X = X @ torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rounded = X[:3] * (1 + 1e-7)
-    assert sorted(map(sorted, equal_rows(torch.cat([X, rounded]), torch.cat([y, y[:3]])).tolist())) == [
-        [0, 60], [1, 61], [2, 62],
-    ]  # fmt: skip
-    assert len(equal_rows(torch.cat([X, X[:1]]), torch.cat([y, y[:1] + 1]))) == 0  # of another class
-    assert len(equal_rows(*map(torch.from_numpy, (iris.data, iris.target)))) == 0  # two flowers measure the same
+    pairs = equal_rows(torch.cat([X, rounded]))
+    assert sorted(map(sorted, pairs.tolist())) == [[0, 60], [1, 61], [2, 62]]
+    classes = torch.cat([y, torch.tensor([y[0], y[1] + 1, y[2]])])
+    assert sorted(map(sorted, within_classes(pairs, classes.numpy()).tolist())) == [[0, 60], [2, 62]]
+    assert len(equal_rows(torch.from_numpy(iris.data))) == 0  # two flowers measure the same
     binary = torch.randint(0, 2, (400, 12), generator=torch.Generator().manual_seed(0)).double()
-    assert len(equal_rows(binary, torch.arange(400) % 2)) == 0
+    assert len(equal_rows(binary)) == 0
+    of_one_sum = X - X.mean(dim=1, keepdim=True)
+    assert equal_rows(torch.cat([of_one_sum, of_one_sum[7:8]])).tolist() == [[7, 60]]
 
 
 def test_groups_join_directly_and_through_others() -> None:
@@ -175,7 +151,7 @@ def test_features_twice_are_said_once_and_reject_no_more() -> None:
     queries = digits.data[300:600] @ np.random.default_rng(0).normal(size=(64, 64))
     settings = {"unknown_label": -1, "false_rejection_rate": 0.05, "temperature": "auto"}
     once = MahalanobisClassifier(**settings).fit(X, y)
-    with pytest.warns(UserWarning, match="100 of 200 support examples look like copies .* counts all as 100"):
+    with pytest.warns(UserWarning, match="100 of 200 support examples are copies .* counts all as 100"):
         twice = MahalanobisClassifier(**settings).fit(np.tile(X, (2, 1)), np.tile(y, 2))
     with pytest.warns(UserWarning, match="100 of 200") as caught:
         added = MahalanobisClassifier(**settings).fit(X, y).partial_fit(X, y)
@@ -184,7 +160,7 @@ def test_features_twice_are_said_once_and_reject_no_more() -> None:
     assert (twice.predict(queries) == -1).mean() <= (once.predict(queries) == -1).mean() + 0.03
     assert twice.temperature_ == pytest.approx(once.temperature_, rel=0.3)
     assert (twice.summary().copies, once.summary().copies) == (100, 0)
-    assert "Copies: 100 of 200 images" in str(twice.summary())
+    assert "Copies: 100 of 200 examples" in str(twice.summary())
     assert abs(twice.summary().accuracy - once.summary().accuracy) <= 0.02
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -239,7 +215,7 @@ def test_images_again_by_partial_fit_are_recognised_kept_and_saved(tmp_path: Pat
     settings: dict[str, Any] = {"device": "cpu", "unknown_label": "none", "false_rejection_rate": 0.2}
     images = pictures(8, 1)
     classifier = SimpleCNAPSClassifier(model, **settings).fit(images, LABELS)
-    with pytest.warns(UserWarning, match="8 of 16 support examples look like copies") as caught:
+    with pytest.warns(UserWarning, match="8 of 16 support examples are copies") as caught:
         classifier.partial_fit(images, LABELS)
     assert [warning.filename for warning in caught] == [__file__]
     assert classifier.summary().copies == 8
@@ -271,3 +247,97 @@ def test_summary_leaves_whole_groups_out() -> None:
         state = fitted.settled.fit_groups(features[rest], labels[rest], groups[rest])
         right += int(fitted.settled.logits(state, features[i : i + 1]).argmax()) == int(labels[i])
     assert (summarise(fitted).right, summarise(fitted).counted) == (right, 10)
+
+
+def contradictions(said: list[warnings.WarningMessage]) -> list[str]:
+    return [str(warning.message) for warning in said if "different classes" in str(warning.message)]
+
+
+@pytest.mark.parametrize("how", ["the same file", "a copy", "a link", "mirrored", "compressed"])
+def test_a_picture_in_two_classes_is_named_with_its_files(how: str, tmp_path: Path) -> None:
+    files = []
+    for i, pixels in enumerate(pictures(8, 1)):
+        files.append(tmp_path / f"{i}.png")
+        Image.fromarray(pixels).resize((60, 60)).save(files[-1])
+    again = tmp_path / "again.png"
+    if how == "a copy":
+        again.write_bytes(files[1].read_bytes())
+    elif how == "a link":
+        again.symlink_to(files[1])
+    elif how == "mirrored":
+        ImageOps.mirror(Image.open(files[1])).save(again)
+    elif how == "compressed":
+        Image.open(files[1]).save(again, "JPEG", quality=90)
+    else:
+        again = files[1]
+    with pytest.warns(UserWarning, match="different classes") as said:
+        SimpleCNAPSClassifier(adapting_model(), device="cpu").fit([*files, again], [*LABELS, "red"])
+    (message,) = contradictions(list(said))
+    assert f"image 1 ('{files[1]}') in green and image 8 ('{again}') in red" in message
+    assert [warning.filename for warning in said] == [__file__]
+
+
+def test_pictures_in_two_classes_are_named_up_to_five_pairs_and_said_once() -> None:
+    images, model = pictures(8, 1), adapting_model()
+    classifier = SimpleCNAPSClassifier(model, device="cpu").fit(images, LABELS)
+    others = ["red" if label != "red" else "blue" for label in LABELS]
+    with pytest.warns(UserWarning, match="different classes") as said:
+        classifier.partial_fit(images, others)
+    (message,) = contradictions(list(said))
+    assert message.count(" and ") == 5 + 1
+    assert "and 3 more pairs" in message
+    assert "earlier image 0 in blue and image 0 in red" in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        classifier.partial_fit(pictures(2, 5), ["red", "blue"])
+    assert classifier.fitted_head_.groups is None  # contradictions are no groups
+
+
+def test_contradictions_are_said_whatever_the_groups() -> None:
+    images = pictures(8, 1)
+    classifier = SimpleCNAPSClassifier(adapting_model(), device="cpu")
+    with pytest.warns(UserWarning, match="different classes") as said:
+        classifier.fit(np.concatenate([images, images[:1]]), [*LABELS, "red"], groups=range(9))
+    assert len(contradictions(list(said))) == 1
+
+
+@pytest.mark.parametrize("copy", ["the same", "rounded", "added later"])
+def test_vectors_in_two_classes_are_named(copy: str) -> None:
+    X = np.random.default_rng(0).normal(size=(8, 12))
+    y = ["a", "b"] * 4
+    again = X[2:3] * (1 + 1e-8 if copy == "rounded" else 1)
+    parts = [(X, y), (again, ["b"])] if copy == "added later" else [(np.concatenate([X, again]), [*y, "b"])]
+    classifier = MahalanobisClassifier()
+    for examples, labels in parts[:-1]:
+        classifier.partial_fit(examples, labels)
+    with pytest.warns(UserWarning, match="different classes") as said:
+        classifier.partial_fit(*parts[-1])
+    (message,) = contradictions(list(said))
+    assert "example 2 in a and example 8 in b" in message
+
+
+def test_a_loaded_classifier_keeps_its_groups_and_recognises_the_same_picture(tmp_path: Path) -> None:
+    images = pictures(8, 1)
+    with pytest.warns(UserWarning, match="2 of 10"):
+        classifier = SimpleCNAPSClassifier(adapting_model(), device="cpu").fit(
+            np.concatenate([images, images[:2, :, ::-1]]), LABELS + LABELS[:2]
+        )
+    classifier.save(tmp_path / "classifier")
+    loaded = SimpleCNAPSClassifier.load(tmp_path / "classifier", device="cpu")
+    with pytest.warns(UserWarning, match="4 of 13"):
+        loaded.partial_fit(np.concatenate([images[3:4], pictures(1, 7), pictures(1, 7)[:, :, ::-1]]), ["green"] * 3)
+    groups = loaded.fitted_head_.groups.tolist()
+    assert [groups.index(number) for number in groups] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 3, 11, 11]
+
+
+def test_the_summary_lists_groups_by_name() -> None:
+    X, y = np.random.default_rng(0).normal(size=(40, 12)), ["a", "b"] * 20
+    groups = [*"pqpqr", *range(35)]
+    classifier = MahalanobisClassifier().fit(X, y, groups)
+    summary = classifier.summary()
+    assert summary.groups == [[0, 2], [1, 3]]
+    assert summary.copies == 2
+    assert "they count as 38\n  0.png, 2.png\n  1.png, 3.png\n" in summary.describe([f"{i}.png" for i in range(40)])
+    many = MahalanobisClassifier().fit(X, y, [0] * 13 + [1 + i // 2 for i in range(27)]).summary()
+    assert "example 9 and 3 more\n" in str(many)
+    assert "  and 4 more groups\n" in str(many)
