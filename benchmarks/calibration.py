@@ -1,4 +1,4 @@
-"""Are probabilities honest, and are as many queries of known classes rejected as promised? Per head, by support set."""
+"""Calibration of probabilities, and shares of known queries that are rejected, promised and measured, for each head."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.feature_tasks import Adapted, Extractor, Features, extractors, m
 from benchmarks.record import Record, Table
 from fewshot_mahalanobis import MahalanobisClassifier, MahalanobisHead
 
-#: Of the tasks of :mod:`benchmarks.feature_peers`, on the same episodes.
+#: Some tasks of :mod:`benchmarks.feature_peers`, on the same episodes.
 TASKS = ("5-way 5-shot", "5-way 20-shot", "20-way 5-shot")
 BINS, RATE = 15, 0.1
 TEMPERATURES = (1.0, "auto")
 
-#: Of an episode: confidence of each query's label and whether it is right, and the share of queries that is rejected.
+#: One episode: confidence of each query's label and whether it is right, and the share of queries that is rejected.
 Found = tuple[list[float], list[bool], float]
 
 

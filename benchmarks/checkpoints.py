@@ -19,9 +19,9 @@ from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 CHECKPOINTS = (("resnet18", 96), ("efficientnet-lite0", 160), ("efficientnet-lite0", 224))
 PRECISIONS = ("float32", "bfloat16")
 WAYS, SHOTS, QUERIES = 5, 5, 75
-#: Share of the ResNet18's time that is aimed at with the EfficientNet at 160 pixels.
+#: Aim: the EfficientNet at 160 pixels takes this share of the ResNet18's time.
 AIMS = {"float32": "0.7", "bfloat16": "1"}
-#: Rounds for each of a benchmark's usual ones.
+#: Rounds, as a multiple of a benchmark's usual number.
 ROUNDS = 3
 
 

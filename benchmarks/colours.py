@@ -1,10 +1,10 @@
-"""Photographs in Display P3, Adobe RGB and sRGB: whether one look gets one answer.
+"""Photographs in Display P3, Adobe RGB and sRGB: whether the same colours get the same answer.
 
     python -m benchmarks.colours DATA_DIR
 
 Classifiers are fitted to five sRGB images a class of each set; 50 others of each are written in the three spaces, and
-classified: as PNG of their own size, and as a camera would have written them, four times as long and wide, with a
-sensor's noise, as JPEG. The colours of a picture are computed in floating point and rounded to the 8 bits of its file.
+classified: as PNG of the same size, and as JPEG from a camera, four times as long and wide, with a sensor's noise.
+The colours of a picture are computed in floating point and rounded to the 8 bits of its file.
 """
 
 from __future__ import annotations

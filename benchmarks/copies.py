@@ -3,8 +3,8 @@
     python -m benchmarks.copies DATA_DIR
 
 Support sets of 5 classes (3 for DTD) and 5 images each, 8 queries a class, under the default classifier with
-``unknown_label`` at a false rejection rate of 5 %. Each support set as it is, and with copies of its images added.
-Whether copies are recognised was chosen on validation classes; these are test classes.
+``unknown_label`` at a false rejection rate of 5 %. Each support set is measured unchanged, and with copies of its
+images added. How copies are recognised was chosen on validation classes; these are test classes.
 """
 
 from __future__ import annotations

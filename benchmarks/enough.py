@@ -1,12 +1,12 @@
-"""Whether ``summary()`` says truly what more images would bring: benchmarks/results/enough.md.
+"""How well ``summary()`` predicts what more images would bring: benchmarks/results/enough.md.
 
     python -m benchmarks.enough DATA_DIR --features FOLDER
 
 Support sets of 5 classes (3 for DTD) and 5 images each under the default classifier predict their accuracy with 10
 images a class. It is measured on 12 queries a class by the classifier fitted, adaptation and all, to 10: the five and
-five more. A single task's accuracy is uncertain on both sides, so the error is that of a set's mean over tasks, and
-that of single tasks stands beside it. Features are kept, so that a run that was cut off goes on. The extrapolation was
-chosen on validation classes.
+five more. A single task's accuracy is uncertain on both sides, so errors are given for a set's mean over tasks and
+for single tasks. Features are kept, so that an interrupted run resumes. The extrapolation was chosen on validation
+classes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def features(model: SimpleCNAPS, source: ImageSource, n: int, first: int) -> Ite
 
 
 def measure(task: dict[str, Any]) -> Task:
-    """What five images a class predict, and what ten do."""
+    """Accuracy that five images a class predict, and the measured one with ten."""
     (few, many), (queries, truth) = (_fitted(*task[name]) for name in ("few", "many")), task["queries"]
     summary = summarise(few)
     assert summary.curve is not None
@@ -84,7 +84,7 @@ def _fitted(support: torch.Tensor, labels: torch.Tensor, copies: NDArray[np.int6
 
 
 def collect(file: Path, model: SimpleCNAPS, path: str, n: int) -> list[dict[str, Any]]:
-    """Features of ``n`` tasks of a set. Those in ``file`` are not computed again; it grows by four at a time."""
+    """Features of ``n`` tasks of a set. Those in ``file`` are not computed again; new ones are added in fours."""
     found: list[dict[str, Any]] = torch.load(file) if file.exists() else []
     if len(found) < n:
         for task in features(model, load_source(path, size=model.image_size, lazy=True), n, len(found)):

@@ -1,11 +1,11 @@
-"""How well foreign pictures are told from known classes, near and far: docs/unknown_classes.md.
+"""How well foreign pictures, near and far, are separated from known classes: docs/unknown_classes.md.
 
     python -m benchmarks.far_classes DATA_DIR --features features
 
 The support set has five classes of five images. Queries are of these classes (known), of other classes of the same set
-(near) and of the other sets (far). Compared are the scores of the checkpoint's own head and of the default head alone,
-and the ``outlier_score`` of a classifier with ``unknown_label``; thresholds promise a false rejection rate of 5 %.
-Features are kept, so that a run that was cut off goes on. What the score is made of was chosen on validation classes.
+(near) and of the other sets (far). The scores of the checkpoint's own head and of the default head alone are compared
+with the ``outlier_score`` of a classifier with ``unknown_label``; thresholds promise a false rejection rate of 5 %.
+Features are kept, so that an interrupted run resumes. The terms of the score were chosen on validation classes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def features(
 def collect(
     file: Path, model: SimpleCNAPS, data: Path, path: str, paths: Sequence[str], n: int
 ) -> list[dict[str, Any]]:
-    """Features of ``n`` episodes of a set. Those in ``file`` are not computed again; it grows by five at a time."""
+    """Features of ``n`` episodes of a set. Those in ``file`` are not computed again; new ones are added in fives."""
     found = torch.load(file, weights_only=False) if file.exists() else []
     if len(found) < n:
         opened = {p: load_source(data / p, size=model.image_size, lazy=True) for p in paths}
@@ -136,8 +136,8 @@ def main() -> None:
                 name: 100 * np.array([measure(e, s) for e, s in zip(episodes, found, strict=True)])
                 for name, found in of.items()
             }
-            said = [np.concatenate(found) for found in zip(*map(probabilities, episodes), strict=True)]
-            calibration.append(100 * expected_calibration_error(said[0], said[1].astype(bool)))
+            confidences, right = [np.concatenate(found) for found in zip(*map(probabilities, episodes), strict=True)]
+            calibration.append(100 * expected_calibration_error(confidences, right.astype(bool)))
             if path in PHOTOGRAPHS:
                 drawn = np.isin([p for p in paths if p != path], DRAWINGS).repeat(FAR)
                 drawings[path] = np.array([100 * (s[-len(drawn) :][drawn] > 0).mean() for s in of[OURS]])
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def table(measured: dict[str, dict[str, Array]]) -> str:
-    """Markdown: of each set and on average a row for each score."""
+    """Markdown: a row for each score, for each set and on average."""
     rows, averages = [], []
     for name in next(iter(measured.values())):
         of_sets = [[Accuracy.of(column) for column in of[name].T] for of in measured.values()]

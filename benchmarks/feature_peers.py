@@ -28,7 +28,7 @@ from fewshot_mahalanobis.research.evaluation import Accuracy
 
 #: (ways, shots); left out where a set lacks the images.
 TASKS = ((5, 1), (5, 5), (5, 20), (5, 50), (20, 5), (20, 20))
-#: Meta-Dataset's episodes, of 5 to 50 ways and a number of shots for each class; half as many, for they are large.
+#: Meta-Dataset's episodes, of 5 to 50 ways and a number of shots for each class; half as many, because they are large.
 VARIABLE = "variable"
 QUERIES = 5
 PAPER, AUTO, MEANS = "mahalanobis", "auto", "class means"
@@ -60,7 +60,7 @@ def feature_tables(record: Record) -> list[Table]:
 
 
 def drawn(source: ImageSource) -> dict[str, Callable[[int], Sequence[Episode]]]:
-    """The episode of an index, for every task that the set has the images for."""
+    """Episode of this index for every task for which the set has enough images."""
     tasks: dict[str, Callable[[int], Sequence[Episode]]] = {}
     for ways, shots in TASKS:
         if (classes := classes_of(source, shots + QUERIES, ways)) is not None:
@@ -82,7 +82,7 @@ def _accuracies(episode: Sequence[Features]) -> dict[str, float]:
 
 
 def _all_accuracies(episode: Sequence[Features]) -> dict[str, float]:
-    """With that of LogisticRegression for those that refuse a class of one image."""
+    """All accuracies; methods that refuse a class of one image get that of LogisticRegression."""
     found = _accuracies(episode)
     return {**dict.fromkeys((LOGISTIC_CV, LDA), found[LOGISTIC]), **found}
 
@@ -108,8 +108,8 @@ def predictions(features: Features) -> Iterator[tuple[str, Array]]:
 def in_support_span(x: Array, queries: Array) -> tuple[Array, Array]:
     """Support features (n, d) and queries in an orthonormal basis of the span of the centred support features.
 
-    For a linear classifier with an L2 penalty and a free intercept that is all there is: its weights are combinations
-    of support features whose coefficients add up to zero. At most n numbers a row, where the network has 1,280.
+    A linear classifier with an L2 penalty and a free intercept needs no more: its weights are combinations of support
+    features whose coefficients add up to zero. A row has at most n numbers instead of the network's d.
     """
     centre = x.mean(axis=0)
     x, queries = x - centre, queries - centre
@@ -171,7 +171,7 @@ def _differences(kind: str, found: Found) -> Table:
 
 
 def _by_set(kind: str, found: Found) -> Table:
-    """Of every set, the auto head's accuracy, and what it gains over the best of the linear classifiers there."""
+    """The auto head's accuracy on every set, and its gain over the best linear classifier there."""
     rows = []
     for name in dict.fromkeys(name for sets in found.values() for name in sets):
         cells = []

@@ -1,7 +1,7 @@
 """Few-shot tasks as features: adapted by a checkpoint, and of a frozen timm network.
 
-What a network has computed is kept beside the results, in ``features`` (float16), so that heads are measured again
-without it: of the frozen network for each image, of the adapted one for each episode.
+Features are kept beside the results, in ``features`` (float16), so that heads can be measured again without the
+network: those of the frozen network for each image, those of the adapted one for each episode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fewshot_mahalanobis.research.episodes.sampling import Episode
 
 #: Episodes that are recorded together.
 BLOCK = 10
-#: Side of the images of the frozen network; of a set at most so many classes and images of each.
+#: Side of the images of the frozen network; most classes of a set, and most images of each.
 PIXELS, CLASSES, IMAGES = 128, 60, 75
 
 Classes = Sequence[NDArray[np.int64]]
@@ -74,9 +74,9 @@ def blocks(record: Record) -> list[range]:
 
 
 def classes_of(source: ImageSource, images: int, ways: int) -> Classes | None:
-    """Classes with so many images, for tasks of that many ways; None if there are too few.
+    """Classes with at least this many images, for tasks of that many ways; None if there are too few.
 
-    Of a set of fewer than five classes all must have the images.
+    In a set of fewer than five classes, all must have the images.
     """
     every = source.indices_of_class()
     enough = [indices[: max(images, IMAGES)] for indices in every if len(indices) >= images]
@@ -93,8 +93,8 @@ def measure(
 ) -> dict[str, list[Any]]:
     """Values of each method, of every episode.
 
-    ``draw(index)`` gives the episode of an index, or several that belong together; ``found`` of their features the
-    values of each method.
+    ``draw(index)`` returns the episode of this index, or several that belong together; ``found`` computes the values of
+    each method from their features.
     """
     values: dict[str, list[Any]] = {}
     for block in blocks(record):
@@ -113,7 +113,7 @@ def measure(
 def _kept(
     record: Record, extractor: Extractor, source: ImageSource, key: str, episodes: list[Sequence[Episode]]
 ) -> Iterator[list[Features]]:
-    """Features of the episodes of a block, those of an adapted network from disk where they are there."""
+    """Features of the episodes of a block; those of an adapted network are read from disk if they are kept."""
     file = None
     if record.folder is not None and isinstance(extractor, Adapted):
         file = record.folder / "features" / f"{key.replace('/', ' ')}.npz"
@@ -182,7 +182,7 @@ class Frozen:
         return Features(support, episode.support_labels, query, episode.query_labels)
 
     def done(self, source: ImageSource) -> None:
-        """Write what is known of the set, and forget it."""
+        """Write the set's features to disk and release them."""
         known = self.known.pop(source.name, {})
         if known and self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)

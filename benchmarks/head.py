@@ -17,11 +17,11 @@ from benchmarks.timing import Times, extra_megabytes, in_own_process, ratio, sho
 from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance, SimpleCNAPSClassifier
 from fewshot_mahalanobis.heads import AutoHead
 
-#: Ways, shots, queries, and how many times the plain loop's speed is the aim.
+#: Ways, shots, queries, and the aim: this many times as fast as the plain loop.
 TASKS = ((5, 5, 75, 12), (50, 10, 500, 15), (200, 5, 1000, 40), (1000, 5, 1000, 50))
-#: Largest share of a whole task, images in and labels out, that the paper's head may take, and the one that chooses.
+#: Largest share of a whole task, images in and labels out, that the paper's head and the default head may take.
 MAX_SHARES = {(5, 5): (0.02, 0.05), (50, 10): (0.02, 0.03)}
-#: Ways and shots that the head that chooses is to fit in so many seconds, on two cores.
+#: Ways, shots, and the seconds within which the default head should fit them on two cores.
 LARGE = (1000, 5, 3)
 #: Ways, shots, queries, and the allowed megabytes.
 MEMORY = ((1000, 5, 1000, 200), (10_000, 5, 1000, 2000))

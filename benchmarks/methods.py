@@ -1,8 +1,8 @@
 """Which method when: accuracy and seconds against the number of shots, every method on the same episodes.
 
-5-way tasks with ten queries a class, on the test sets. Methods that need no training, on the features of the network as
-it is or adapted to the task; and scikit-learn's
-LogisticRegression. Seconds are those of one method alone: support images and queries in, labels out.
+5-way tasks with ten queries a class, on the test sets: methods that need no training and scikit-learn's
+LogisticRegression, on features of the network, adapted to the task or not. Seconds are those of one method alone:
+support images and queries in, labels out.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode
 from fewshot_mahalanobis.research.evaluation.result import Accuracy
 
 WAYS, QUERIES, SHOTS = 5, 10, (1, 2, 5, 10, 20, 50, 100)
-#: Sets of which no checkpoint of ours has seen a class in training.
-#: Of the table of seconds.
+#: Sets with no class that one of our checkpoints has seen in training.
+#: Shots in the table of seconds.
 ROUNDS = 3
 
 
@@ -93,7 +93,7 @@ def run(record: Record) -> list[Table]:
 
 
 def _enough(source: ImageSource, shots: int) -> Sequence[NDArray[np.int64]] | None:
-    """Classes with the images for a task, None if there are too few."""
+    """Classes with enough images for a task; None if there are too few."""
     every = source.indices_of_class()
     enough = [indices for indices in every if len(indices) >= shots + QUERIES]
     return enough if len(enough) >= min(WAYS, len(every)) else None

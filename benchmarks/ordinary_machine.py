@@ -2,9 +2,9 @@
 
     python -m benchmarks.ordinary_machine
 
-Each figure comes from a process of its own with one thread: once as the processor is, and once with AVX-512 and its
-instructions for bfloat16 hidden (``ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``), as on most laptops. A training
-step is forward and backward on random images.
+Each figure comes from a separate process with one thread: once with all instructions of the processor, and once with
+AVX-512 and native bfloat16 hidden (``ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``), as on most laptops. A
+training step is forward and backward on random images.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Median time of a call after one that does not count."""
+    """Median time of a call after a first one, which is not counted."""
     times = []
     for _ in range(1 + ROUNDS):
         start = time.perf_counter()
@@ -42,7 +42,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def measured() -> dict[str, float]:
-    """Seconds of everything in this process."""
+    """Seconds of each step, measured in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     images = torch.rand(IMAGES, 3, SIZE, SIZE).mul(2).sub(1).contiguous(memory_format=torch.channels_last)

@@ -1,7 +1,7 @@
 """Other ways to classify from a few examples: their accuracy on every image set, and their time.
 
-easyfsl's PrototypicalNetworks gets the images and the same pretrained backbone, unadapted, as it is: what a user of
-that library would write. The heads against scikit-learn's classifiers on the same features: ``feature_peers``.
+easyfsl's PrototypicalNetworks gets the images and the same pretrained backbone, not adapted, as a user of that library
+would write it. The heads against scikit-learn's classifiers on the same features: ``feature_peers``.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _times(model: SimpleCNAPS, repeats: int) -> dict[str, dict[str, Times]]:
 
 
 def _accuracies(model: SimpleCNAPS, source: ImageSource, episodes: int) -> dict[str, dict[str, list[float]]]:
-    """Of each number of shots and method, over episodes in which the support sets of more shots contain the others."""
+    """Accuracies by number of shots and method; in an episode, the support sets of more shots contain the others."""
     plain = model.with_film(None, dtype=torch.bfloat16)
     classes = source.indices_of_class()
     most = sorted(map(len, classes))[-min(WAY, len(classes))]

@@ -1,4 +1,4 @@
-"""The graph that reads pixels against ``predict``, on files as people have them: benchmarks/results/pixels.md.
+"""The graph that reads pixels against ``predict``, on files of five formats: benchmarks/results/pixels.md.
 
     python -m benchmarks.pixels DATA_DIR
 
@@ -34,7 +34,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "export.md"
 
 
 def rotated(image: Image.Image, path: Path) -> None:
-    """A large photograph as phones store it: four times as long, which ``predict`` decodes at a smaller scale."""
+    """A photograph as phones store it: rotated, and so large that ``predict`` decodes it at a smaller scale."""
     large = image.resize((4 * image.width, 4 * image.height), Image.Resampling.LANCZOS)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
@@ -70,7 +70,7 @@ FORMATS: dict[str, Callable[[Image.Image, Path], None]] = {
 
 
 class Answers(NamedTuple):
-    """What was found for one format of one set."""
+    """Differences for one format of one set."""
 
     different: int  # other labels, ties left out
     ties: int  # other labels of pictures whose two largest probabilities differ by at most TIE

@@ -1,4 +1,4 @@
-"""Simple CNAPS as its equations read, for comparison: eager, NCHW, float32, a loop over classes with a d x d inverse.
+"""Simple CNAPS by its equations, for comparison: eager, NCHW, float32, a loop over classes with a d x d inverse.
 
 This is how the published implementation computes: BatchNorm and FiLM as separate operations, the support set through
 every network as one batch, and for each class the inverse of its covariance matrix.

@@ -1,8 +1,7 @@
 """Images per second of ``fewshot_mahalanobis.apps.ray`` with one and two workers, beside ``predict`` in one process.
 
-Every worker, and the plain process, has one thread. What is counted begins when the first block is done, so that
-starting processes and loading the classifier, some seconds that a large collection does not feel, are left out; they
-are reported beside. Needs the extra ``ray``.
+Every worker, and the plain process, has one thread. Time is counted from the end of the first block, so that starting
+processes and loading the classifier are left out; these seconds are reported separately. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def _measure(images: int, repeats: int) -> Found:
             "Ray, 2 workers": lambda: on_ray(file, paths, 2),
         }
         found: Found = {kind: [] for kind in kinds}
-        for _ in range(repeats):  # in turn, so that what else the machine does falls on all
+        for _ in range(repeats):  # in turn, so that other work of the machine slows all alike
             for kind, measure in kinds.items():
                 found[kind].append(measure())
         ray.shutdown()

@@ -1,6 +1,6 @@
-"""What a benchmark has measured so far, kept on disk so that a run that was cut off goes on.
+"""Measured values of a benchmark, kept on disk so that an interrupted run resumes.
 
-Its tables are in git, the values of every round and episode are not.
+The tables are in git, the values of every round and episode are not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Record:
     machine: str = field(default_factory=lambda: machine())
 
     def value(self, key: str, compute: Callable[[], Any]) -> Any:
-        """What is recorded under ``key``, or ``compute()``, which must fit into JSON."""
+        """Return the value recorded under ``key``, or record ``compute()``, which must fit into JSON."""
         if key not in self.values:
             self.values[key] = compute()
             self.write()
@@ -68,7 +68,7 @@ class Record:
         _write(self.folder / "values" / self.path.name, self.values)
 
     def read(self) -> Record:
-        """Go on from the files, if they are there."""
+        """Read the values of an earlier run, if there are any."""
         if self.folder is None:
             return self
         if self.path.exists():

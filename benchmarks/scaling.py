@@ -16,7 +16,7 @@ from benchmarks.timing import take_turns
 from fewshot_mahalanobis import MahalanobisHead
 
 PICTURE = Path(__file__).parents[1] / "docs" / "scaling.png"
-#: Where nothing else is said.
+#: Defaults.
 BASE = {"ways": 20, "shots": 5, "queries": 200, "d": 512}
 POINTS = {
     "ways": (5, 20, 80, 320, 1280),
@@ -24,7 +24,7 @@ POINTS = {
     "queries": (20, 100, 500, 2500, 12500),
     "d": (64, 128, 256, 512, 1024, 2048),
 }
-#: The plain loop is measured up to so many classes.
+#: The plain loop is measured up to this many classes.
 MOST_PLAIN_WAYS = 80
 
 

@@ -17,7 +17,7 @@ from benchmarks.timing import Times, extra_megabytes, in_own_process, ratio, sho
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.decode import ImageBatches
 
-#: Different files, of this side; longer lists name them again.
+#: Number of different files and their side in pixels; longer lists repeat them.
 FILES, SIDE = 1000, 300
 TIMED = 960
 BATCH = 64

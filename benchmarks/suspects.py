@@ -2,9 +2,9 @@
 
     python -m benchmarks.suspects DATA_DIR
 
-Support sets of 5 classes (3 for DTD) and 10 images each, under the default head. Of each, four versions:
-as it is; with the label of every tenth image changed; with JPEG copies of three images added; with two images of
-other sets in it. Wrong labels are counted among as many suspects as labels were changed.
+Support sets of 5 classes (3 for DTD) and 10 images each, under the default head. Each has four versions: unchanged;
+with the label of every tenth image changed; with JPEG copies of three images added; with two images of other sets in
+it. Wrong labels are counted among as many suspects as labels were changed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 def measure(
     model: SimpleCNAPS, source: ImageSource, others: list[ImageSource], rng: np.random.Generator
 ) -> list[float]:
-    """One support set: shares found of wrong labels, copies and foreign images; suspects in the set as it is."""
+    """One support set: shares found of wrong labels, copies and foreign images; suspects in the unchanged set."""
     classes = [indices for indices in source.indices_of_class() if len(indices) >= SHOT]
     chosen = rng.permutation(len(classes))[:WAY]
     images = source.images[np.concatenate([rng.choice(classes[c], SHOT, replace=False) for c in chosen])]

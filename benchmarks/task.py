@@ -20,11 +20,11 @@ from fewshot_mahalanobis.images.decode import to_network_range
 
 #: Ways, shots, queries.
 TASKS = ((5, 5, 75), (50, 10, 100))
-#: Times as fast as the published way that is aimed at, for the last task.
+#: Aim for the last task: this many times as fast as the published way.
 AIMS = {"float32": "2", "auto": "4"}
 BATCH = 64
-#: For each of the other rounds, so many in which the whole task and the bare network alone take turns: what they differ
-#: by is no more than what the machine does from minute to minute.
+#: Rounds in which only the whole task and the bare network take turns, for each of the other rounds: their difference
+#: is as small as the machine's changes from minute to minute.
 ROUNDS = 2
 
 
@@ -101,7 +101,7 @@ def _measure(ways: int, shots: int, queries: int, repeats: int) -> dict[str, Tim
                 encoder(support.contiguous(memory_format=torch.channels_last), BATCH)
 
         calls[f"encoder {precision}"] = encode
-    warm_up = ways * shots < 100  # of half a minute a few milliseconds do not matter
+    warm_up = ways * shots < 100  # a few milliseconds of half a minute do not matter
     times = take_turns(calls, repeats, warm_up)
     for precision in ("float32", "auto"):
         pair = {f"{precision} beside bare": calls[precision], f"bare {precision} beside it": calls[f"bare {precision}"]}

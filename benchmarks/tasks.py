@@ -1,4 +1,4 @@
-"""What the benchmarks run on: drawn features and images, and the image sets of a folder."""
+"""Data of the benchmarks: drawn features and images, and the image sets of a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn_images(n: int, size: int = 84, seed: int = 0) -> NDArray[np.uint8]:
 
 
 def image_sets(folder: Path, size: int = 84) -> dict[str, ImageSource]:
-    """The image sets of a folder, one zip each, by the split of classes that is kept for evaluation."""
+    """The image sets of a folder, one zip each; of sets with splits, the test classes."""
     sources = {}
     for path in sorted(folder.glob("*.zip")):
         for split in (":test", ":train", ""):

@@ -1,9 +1,9 @@
-"""What temperature="auto" does to the calibration error of every head, compared with a temperature of 1.
+"""Calibration error of every head with temperature="auto", compared with a temperature of 1.
 
     python -m benchmarks.temperature DATA_DIR
 
-Each head as ``SimpleCNAPSClassifier(checkpoint, head=...)`` has it: 5-way tasks of 2, 3, 5 and 10 shots, 10 queries a
-class, of validation classes. The features of a task are computed once, for all heads.
+Each head is that of ``SimpleCNAPSClassifier(checkpoint, head=...)``, on 5-way tasks of 2, 3, 5 and 10 shots with 10
+queries a class, from validation classes. The features of a task are computed once, for all heads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 CHECKPOINTS = ("efficientnet-lite0", "resnet18")
 HEADS = ("auto", "mahalanobis", "euclidean", "manhattan", "cosine", "dot_product")
-#: Image sets of validation classes, and what their tasks are drawn with.
+#: Image sets of validation classes, and the seeds of their tasks.
 SETS = {"mini_imagenet_val.zip:val": 4, "cub200_2010.zip:valid": 3}
 WAY, SHOTS, QUERIES = 5, (2, 3, 5, 10), 10
 TEMPERATURES = (1.0, "auto")
 
-#: Of a task: confidence of each query's label, and whether it is right.
+#: One task: confidence of each query's label, and whether it is right.
 Answers = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
 

@@ -1,4 +1,4 @@
-"""Wall-clock times of calls that take turns in one process, and peak memory in a process of its own."""
+"""Wall-clock times of calls that take turns in one process, and peak memory in a separate process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 Times = list[float]
 
 
-#: Seconds that a call is repeated for within a round, if one takes less, as ``timeit`` does.
+#: Calls that take less are repeated for this many seconds within a round, as ``timeit`` does.
 ROUND = 0.2
 
 
 def take_turns(calls: Mapping[str, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[str, Times]:
-    """Seconds of each call in each round. What slows the machine for a while slows all of them.
+    """Seconds of each call in each round. Calls take turns, so that other work of the machine slows all alike.
 
     After a warm-up, which times them, short calls are repeated within the round; their time is the mean.
     """
@@ -51,7 +51,7 @@ def show(seconds: Times) -> str:
 
 
 def ratio(slow: Times, fast: Times) -> str:
-    """How many times as long ``slow`` takes as ``fast``: median of the rounds, and range."""
+    """Ratio of the time of ``slow`` to that of ``fast``: median of the rounds, and range."""
     ratios = [a / b for a, b in zip(slow, fast)]
     return f"{median(ratios):.3g}{_range(ratios)}"
 

@@ -1,8 +1,8 @@
-"""What classes gain when the queries refine them: docs/transduction.md.
+"""Accuracy gained when queries refine the classes: docs/transduction.md.
 
-With and without on the same episodes, 5-way, by the two heads that do it. Queries are balanced (15 a class), unbalanced
-(35, the shares of the classes drawn from a Dirichlet distribution), of two of the classes, or balanced beside 30 of two
-classes that have no support image; accuracy is that on queries of the five classes.
+Both heads with transduction are measured with and without it on the same 5-way episodes. Queries are balanced (15 a
+class), unbalanced (35, the shares of the classes drawn from a Dirichlet distribution), from two of the classes, or
+balanced with 30 more from two classes that have no support image. Accuracy counts queries of the five classes.
 """
 
 from __future__ import annotations

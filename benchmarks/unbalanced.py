@@ -1,6 +1,6 @@
-"""Classes with very different numbers of support images: is the smallest still recognised, and are the others?
+"""Accuracy with very different numbers of support images: over all classes, and of the smallest.
 
-Each episode is measured as it is, and with all classes cut to the size of the smallest.
+Each episode is measured with all its images, and with all classes cut to the size of the smallest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.record import Record, Table
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.sampling import Episode, episode_rng
 
-#: Support images of each class; fewer where a class has not as many beside its queries.
+#: Support images of each class; fewer if a class has not enough beside its queries.
 TASKS = {
     "3 against 30": [3, 30],
     "3 against 160": [3, 160],
@@ -25,7 +25,7 @@ QUERIES = 10
 CUT = "all cut to the smallest, auto"
 METHODS = (PAPER, AUTO, LOGISTIC, LDA)
 
-#: Of an episode: mean of the recalls of all classes, recall of the smallest.
+#: One episode: mean of the recalls of all classes, recall of the smallest.
 Recalls = tuple[float, float]
 
 

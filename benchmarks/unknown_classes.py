@@ -1,13 +1,13 @@
-"""How well unknown classes are told from known ones, and how honest probabilities are: docs/unknown_classes.md.
+"""How well unknown classes are separated from known ones, and calibration of probabilities: docs/unknown_classes.md.
 
     python -m benchmarks.unknown_classes DATA_DIR --backbone default --features features -o results.json
 
-An episode has as many unknown classes as known ones. The support set is of the known classes, the queries are of both,
-and unknown classes differ from episode to episode. Features come from the checkpoint, adapted to the support set, and
-from frozen networks (``--backbone``, by the names of benchmarks/beta.py; of at most 20 classes of a set 15 images
-each). Everything else is :class:`fewshot_mahalanobis.MahalanobisClassifier` on them. On adapted features it has the
-checkpoint's settings and so is the classifier of images; on a frozen network's it chooses beta itself. The validation
-sets are those that choices were made on.
+An episode has as many unknown classes as known ones. The support set is of the known classes, the queries are of
+both, and unknown classes differ from episode to episode. Features come from the checkpoint, adapted to the support
+set, and from frozen networks (``--backbone``, by the names of benchmarks/beta.py; at most 20 classes of a set, 15
+images each). Everything else is :class:`fewshot_mahalanobis.MahalanobisClassifier` on them. On adapted features it
+has the checkpoint's settings and so is the classifier of images; on a frozen network's it chooses beta itself.
+Choices were made on the validation sets.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TEST = (
     "fashion_mnist.zip:test",
 )
 WAY, SHOT = 5, 5
-#: What is read of a set for frozen networks, once for all episodes: at most so many classes, and images of each.
+#: Most classes of a set, and most images of each, that a frozen network reads once for all episodes.
 CLASSES, IMAGES = 20, 15
 RATES = (0.05, 0.1)
 #: Resamples of the episodes for the interval of a pooled figure.
@@ -95,7 +95,7 @@ def stored(file: Path | None) -> list[Features]:
 def collect(
     source: ImageSource, episodes: int, queries: int, seed: int, of: Callable[[Episode], Features], file: Path | None
 ) -> list[Features]:
-    """Features of that many episodes. Those in ``file`` are not computed again; it grows by ten at a time."""
+    """Features of that many episodes. Those in ``file`` are not computed again; new ones are added in tens."""
     drawn = FixedEpisodes(source, 2 * WAY, SHOT, queries, seed=seed)
     found = stored(file)
     for index in tqdm(range(len(found), episodes), desc=source.name):
@@ -110,7 +110,7 @@ def collect(
 def outlier_scores(
     model: MahalanobisClassifier, temperature: float, support: Array, labels: NDArray[np.int64], x: Array
 ) -> dict[str, Array]:
-    """Every score that is compared, of the rows of ``x``; larger is more foreign."""
+    """Every compared score for the rows of ``x``; larger is less like any class."""
     logits = model.decision_function(x)
     background = RegularizedCovariance(model.beta_, task_covariance=False)(
         torch.from_numpy(support), torch.zeros(len(support), dtype=torch.int64)
@@ -136,7 +136,7 @@ def outlier_scores(
 
 
 class Measured(NamedTuple):
-    """What one episode tells."""
+    """Results of one episode."""
 
     auroc: dict[str, float]
     rejected: dict[str, tuple[float, float]]  # promised rate -> shares of known and of unknown queries rejected
@@ -247,7 +247,7 @@ def _table(
 def opened(
     model: SimpleCNAPS, network: str, path: str, dtype: torch.dtype
 ) -> tuple[ImageSource, Callable[[Episode], Features]]:
-    """A set, and what gives the features of its episodes: the model adapted to each, or its features as they are."""
+    """A set with its source of features: the model, adapted to each episode, or the features of a frozen network."""
     if network == "adapted":
         source = load_source(path, size=model.image_size, lazy=True)
         return source, lambda episode: adapted_features(model, source, episode, dtype)

@@ -1,4 +1,4 @@
-"""A network of one's own as a frozen backbone."""
+"""A small network as a frozen backbone."""
 
 from __future__ import annotations
 

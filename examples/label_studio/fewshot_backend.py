@@ -30,12 +30,12 @@ from fewshot_mahalanobis.images.errors import ImageError
 
 #: The pretrained model.
 CHECKPOINT = "default"
-#: Stands for "of no class". Such pictures are left unlabelled.
+#: Label of pictures that belong to no class. They are left unlabelled.
 UNKNOWN = "(unknown)"
 
 
 class FewShotBackend(LabelStudioMLBase):
-    """Labels pictures by those that are labelled already.
+    """Labels pictures by those that already have a label.
 
     Everything it knows is in the folder ``MODEL_DIR``: ``state.json`` has the label of each task, and the classifier
     fitted to them is the file with the number of that state.
@@ -60,7 +60,7 @@ class FewShotBackend(LabelStudioMLBase):
         from_name, to_name, value, choices = get_single_tag_keys(self.parsed_label_config, "Choices", "Image")
         try:
             answer = classifier.predict_all([self.get_local_path(task["data"][value])])
-        except (OSError, ValueError) as error:  # it cannot be fetched, or it is no picture
+        except (OSError, ValueError) as error:  # it cannot be fetched, or it is not a picture
             logging.getLogger(__name__).warning("task %s is left unlabelled: %s", task["id"], error)
             return nothing
         label = str(answer.labels[0])
@@ -70,7 +70,7 @@ class FewShotBackend(LabelStudioMLBase):
         return {"result": [choice], "score": float(answer.probabilities.max())}
 
     def fit(self, tasks: Any, workdir: str | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Learn from one event of Label Studio's webhook; each event comes in a process of its own."""
+        """Learn from one event of Label Studio's webhook; each event comes in a separate process."""
         with FileLock(_folder() / "lock"):
             state = _read_state()
             labelled = self._after(kwargs["event"], kwargs["data"], state["labelled"])
@@ -94,7 +94,7 @@ class FewShotBackend(LabelStudioMLBase):
             if result["from_name"] == from_name
             for choice in result["value"]["choices"]
         ]
-        if annotation.get("was_cancelled") or len(chosen) != 1:  # skipped, or nothing or several things said
+        if annotation.get("was_cancelled") or len(chosen) != 1:  # skipped, or not exactly one choice
             return others
         entry = {
             "annotation": annotation["id"],
@@ -105,7 +105,7 @@ class FewShotBackend(LabelStudioMLBase):
         return {**others, task: entry}
 
     def _learn(self, state: dict[str, Any], labelled: dict[str, Any]) -> None:
-        """Make the classifier of ``labelled`` and write the next state, which is complete or is not there."""
+        """Fit the classifier to ``labelled`` and write the next state, completely or not at all."""
         before = {task: entry["label"] for task, entry in state["labelled"].items()}
         after = {task: entry["label"] for task, entry in labelled.items()}
         file, adapted_to = _classifier_file(state["number"]), state["adapted_to"]
