@@ -123,6 +123,13 @@ def fit(
     false_rejection_rate: Annotated[
         float, typer.Option(help="Share of images of known classes that may get --unknown-label by mistake.")
     ] = 0.05,
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            help="Images that belong together, such as frames of one video: the column of the table that names their "
+            "group; or none, if no two do. By default copies are recognised."
+        ),
+    ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Show leave-one-out accuracy, confused classes and suspect images.")
     ] = False,
@@ -146,6 +153,7 @@ def fit(
         if backbone is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --backbone exclude each other: both name the network")
         paths, labels = _labelled_files(support)
+        group_names = None if groups is None else _groups(support, paths, groups)
 
         from fewshot_mahalanobis.apps.labelling import fit_files
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
@@ -161,7 +169,7 @@ def fit(
             unknown_label=unknown_label,
             false_rejection_rate=false_rejection_rate,
         )
-        skipped = fit_files(classifier, paths, labels, skip_errors=skip_errors)
+        skipped = fit_files(classifier, paths, labels, groups=group_names, skip_errors=skip_errors)
         classifier.save(output)
     counts = ", ".join(f"{name} {n}" for name, n in zip(classifier.classes_, classifier.class_counts_, strict=True))
     typer.echo(f"{output}: {len(classifier.classes_)} classes ({counts})")
@@ -222,6 +230,17 @@ def _labelled_files(support: Path) -> tuple[list[Path], list[str]]:
     if note := images.note():
         typer.echo(note, err=True)
     return images.paths, images.labels
+
+
+def _groups(support: Path, paths: list[Path], column: str) -> list[str]:
+    """The group of each image, by a column of the table; each its own for "none"."""
+    from fewshot_mahalanobis.images.folders import labelled_rows
+
+    if column == "none":
+        return [str(path) for path in paths]
+    if support.is_dir():
+        raise ValueError(f"--groups {column}: a folder has no columns. Give a table with path, label and {column}")
+    return [group for _, group in labelled_rows(support, "path", column)]
 
 
 def _image_files(files_or_folders: list[Path]) -> list[Path]:

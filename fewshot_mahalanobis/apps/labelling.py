@@ -51,9 +51,14 @@ class Prediction:
 
 
 def fit_files(
-    classifier: SimpleCNAPSClassifier, paths: Sequence[Path], labels: Sequence[str], *, skip_errors: bool = False
+    classifier: SimpleCNAPSClassifier,
+    paths: Sequence[Path],
+    labels: Sequence[str],
+    *,
+    groups: Sequence[Any] | None = None,
+    skip_errors: bool = False,
 ) -> dict[Path, str]:
-    """Fit a classifier to image files, ``labels[i]`` for ``paths[i]``.
+    """Fit a classifier to image files, ``labels[i]`` for ``paths[i]``; ``groups`` are those of its ``fit``.
 
     Returns
     -------
@@ -78,9 +83,10 @@ def fit_files(
     _check(problems, len(paths), skip_errors)
     if lost := sorted(set(labels) - set(readable)):
         raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
-    images = DecodedBatch(indices, np.concatenate(pixels))
+    images = DecodedBatch(indices, np.concatenate(pixels), [paths[index] for index in indices])
+    groups = None if groups is None else [groups[index] for index in indices]
     try:
-        classifier.set_params(checkpoint=model).fit(images, readable)
+        classifier.set_params(checkpoint=model).fit(images, readable, groups)
     finally:
         classifier.set_params(checkpoint=checkpoint)
     return problems

@@ -107,6 +107,7 @@ class DecodedBatch(NamedTuple):
 
     indices: list[int]  # (b,), their positions in the collection
     pixels: NDArray[np.uint8]  # (b, size, size, 3), RGB
+    paths: Sequence[Any] = ()  # (b,), what messages call them
 
 
 class ImageBatches:
@@ -168,6 +169,7 @@ class ImageBatches:
             raise ValueError(f"n_jobs must be a whole number or None, got {n_jobs!r}")
         self.value_range = checked_range(value_range)
         self._final = isinstance(images, DecodedBatch)
+        self._paths = images.paths if isinstance(images, DecodedBatch) else ()
         self._images = checked_collection(
             images.pixels if isinstance(images, DecodedBatch) else images, self.value_range
         )
@@ -183,7 +185,8 @@ class ImageBatches:
 
     def name(self, index: int) -> str:
         """What to call an image in a message: its place, and its path if it has one."""
-        item = self._images[index] if isinstance(self._images, list | tuple) else None
+        named = self._paths or self._images
+        item = named[index] if isinstance(named, list | tuple) else None
         path = describe(item)
         return f"image {index}" + (f" ({path})" if path.startswith(("'", '"')) else "")
 

@@ -413,3 +413,32 @@ def test_evaluate_prints_a_table_with_intervals(checkpoint, photos, tmp_path):
     assert "±" in table
     assert (tmp_path / "r.json").exists()
     assert run("evaluate", photos, *settings, "-o", tmp_path / "r.json").splitlines()[-3:] == table.splitlines()[-3:]
+
+
+def test_groups_come_from_a_column_of_the_table_or_there_are_none(checkpoint, photos, tmp_path):
+    files = sorted(photos.rglob("*.png"))
+    again = tmp_path / "again.png"
+    again.write_bytes(files[0].read_bytes())
+    rows = [f"{path},{path.parent.name},{i // 2}" for i, path in enumerate(files)]
+    table, output = tmp_path / "table.csv", tmp_path / "model.safetensors"
+    table.write_text("\n".join(["path,label,film", *rows, f"{again},{files[0].parent.name},again"]))
+    arguments = ("fit", table, "-o", output, "--checkpoint", checkpoint)
+    run(*arguments, "--groups", "film")
+    assert SimpleCNAPSClassifier.load(output).fitted_head_.group_names[:3] == ["0", "0", "1"]
+    run(*arguments, "--groups", "none")
+    assert SimpleCNAPSClassifier.load(output).fitted_head_.groups is None
+    assert "has no column 'take'" in run(*arguments, "--groups", "take", status=1)
+    assert "a folder has no columns" in run("fit", photos, "-o", output, "--groups", "film", status=1)
+
+
+def test_a_picture_in_two_classes_is_named_by_its_files(checkpoint, photos, tmp_path):
+    support = tmp_path / "support"
+    shutil.copytree(photos, support)
+    first, second = sorted(folder for folder in support.iterdir() if folder.is_dir())[:2]
+    picture = sorted(first.glob("*.png"))[0]
+    shutil.copy(picture, second / "again.png")
+    arguments = ("fit", support, "-o", tmp_path / "model.safetensors", "--checkpoint", checkpoint)
+    said = CliRunner().invoke(app, [str(argument) for argument in arguments]).stderr
+    assert "in different classes" in said
+    assert str(picture) in said
+    assert str(second / "again.png") in said
