@@ -2,11 +2,16 @@
 
 import sys
 
+from fewshot_mahalanobis.apps.exit_status import exit_after
 from fewshot_mahalanobis.extras import install_command
 
 
 def main() -> None:
     """Run the command, or say how to install what it needs."""
+    exit_after(_command)
+
+
+def _command() -> None:
     try:
         from fewshot_mahalanobis.apps.cli import app
     except ModuleNotFoundError as error:

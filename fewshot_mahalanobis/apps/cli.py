@@ -30,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="Few-shot image classification with Simple CNAPS: a few images per class, fit, predict.",
     epilog="Exit status: 0 done; 1 the input cannot be used, nothing was written; 2 unknown command or option; "
-    "3 done, but images were skipped (--skip-errors).",
+    "3 done, but images were skipped (--skip-errors); 130 stopped by Ctrl-C.",
 )
 checkpoints_app = typer.Typer(help="The named checkpoints: pretrained models that `fit` can start from.")
 app.add_typer(checkpoints_app, name="checkpoints")
@@ -478,6 +478,3 @@ def download_checkpoint(
 
 for command in (pretrain, meta_train, evaluate):
     app.command()(command)
-
-if __name__ == "__main__":
-    app()

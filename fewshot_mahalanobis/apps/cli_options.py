@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from enum import Enum
@@ -55,6 +56,8 @@ class clear_errors:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._warnings.__exit__(None, None, None)
+        if isinstance(error, OSError):
+            sys.stdout.flush()  # an error if that is what could not be written: it ends the command in another way
         if isinstance(error, (ValueError, OSError, ImportError)):
             _list_problems(getattr(error, "problems", {}))
             typer.echo(f"error: {error}", err=True)

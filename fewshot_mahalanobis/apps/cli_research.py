@@ -292,7 +292,8 @@ def data_check(root: Annotated[Path, typer.Argument(help="Folder of the data set
     from fewshot_mahalanobis.research.data.check import check_data, report
 
     with clear_errors():
-        typer.echo(report(check_data(root)))
+        text = report(check_data(root))
+    typer.echo(text)
 
 
 @data_app.command("download")

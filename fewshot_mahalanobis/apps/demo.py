@@ -57,7 +57,7 @@ def run_demo(
     figure = Figure()  # not pyplot's: no window, whatever the backend
     plot_task(classifier, example.support, example.labels, example.queries, example.truth, figure=figure)
     with atomic_replace(picture) as temporary:
-        figure.savefig(temporary, dpi=110)
+        figure.savefig(temporary, dpi=110, format=temporary.suffix[1:] or "png")  # it would add an ending
     say(f"  drawn in {picture}")
 
     images, targets = digits()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -317,7 +318,11 @@ def serve(
     )
     if wait:
         print(f"The app is at {public or local}. Ctrl+C stops it.", flush=True)
-        page.block_thread()
+        try:
+            while page.is_running:
+                time.sleep(0.1)
+        finally:
+            page.close(verbose=False)
     return public or local
 
 

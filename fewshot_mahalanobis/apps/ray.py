@@ -21,6 +21,7 @@ import uuid
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
@@ -29,6 +30,8 @@ import torch
 import typer
 from numpy.typing import NDArray
 
+from fewshot_mahalanobis.apps.cli_options import clear_errors
+from fewshot_mahalanobis.apps.exit_status import exit_after
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.decode import DecodedBatch, decode_batches
@@ -399,8 +402,13 @@ def _write(table: pa.Table, store: FileSystem, folder: str, name: str) -> None:
     """Write a file that appears whole: readers of Parquet folders skip names that begin with ``_``."""
     import pyarrow.parquet as pq
 
-    pq.write_table(table, f"{folder}/_{name}", filesystem=store)
-    store.move(f"{folder}/_{name}", f"{folder}/{name}")
+    try:
+        pq.write_table(table, f"{folder}/_{name}", filesystem=store)
+        store.move(f"{folder}/_{name}", f"{folder}/{name}")
+    except BaseException:  # Ctrl-C too
+        with suppress(OSError):
+            store.delete_file(f"{folder}/_{name}")
+        raise
 
 
 def main(
@@ -414,7 +422,7 @@ def main(
     gpus_per_worker: Annotated[float, typer.Option(min=0, help="0 runs on the CPU.")] = 0,
 ) -> None:
     """Label every image of a folder with a fitted classifier, on a Ray cluster or on this machine."""
-    try:
+    with clear_errors():
         counts = label_collection(
             classifier,
             images,
@@ -423,9 +431,6 @@ def main(
             cpus_per_worker=cpus_per_worker,
             gpus_per_worker=gpus_per_worker,
         )
-    except (ValueError, OSError, ImportError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     known = f", {counts.known} known from earlier runs" * bool(counts.known)
     typer.echo(f"{output}: {counts.labelled} images labelled, {counts.unreadable} unreadable{known}")
 
@@ -434,4 +439,4 @@ if __name__ == "__main__":
     # Workers unpickle objects of this module by its name, which __main__ is not.
     from fewshot_mahalanobis.apps.ray import main as command
 
-    typer.run(command)
+    exit_after(lambda: typer.run(command))

@@ -314,6 +314,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "classifier.pt2": lambda path: small_classifier().export_program(path),
     "results.json": lambda path: write_results(path, [RESULT]),
     "episodes.png": plot,
+    "episodes": plot,
     "model.safetensors": lambda path: save_checkpoint(tiny_model(), path.parent),
     "config.json": lambda path: save_checkpoint(tiny_model(), path.parent),
     "README.md": lambda path: save_checkpoint(tiny_model(), path.parent, card="about it"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.checkpoints.interrupts import held_signals
+from tests.tiny import tiny_model
 
 
 @pytest.fixture
@@ -78,3 +83,24 @@ def test_other_threads_hold_no_signals():
     thread.start()
     thread.join()
     assert results == [[]]
+
+
+@pytest.mark.usefixtures("python_answers_ctrl_c")
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_ctrl_c_at_any_step_of_saving_a_checkpoint_leaves_a_whole_one(step, tmp_path, monkeypatch):
+    model = tiny_model()
+    save_checkpoint(model, tmp_path, card="old")
+    model.config["beta"] = 2.0
+    replace, numbers = os.replace, itertools.count(1)
+
+    def interrupted(*paths):
+        if next(numbers) == step:
+            signal.raise_signal(signal.SIGINT)
+        replace(*paths)
+
+    monkeypatch.setattr("fewshot_mahalanobis.checkpoints.files.os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(model, tmp_path, card="new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "config.json").read_text())["beta"] == 2.0
+    assert (tmp_path / "README.md").read_text() == "new"

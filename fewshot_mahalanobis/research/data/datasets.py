@@ -8,15 +8,19 @@ cropped and inverted as in Meta-Dataset.
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from fewshot_mahalanobis.checkpoints.interrupts import held_signals
 from fewshot_mahalanobis.research.data import layouts
 from fewshot_mahalanobis.research.data.hierarchy import Hierarchy
 from fewshot_mahalanobis.research.data.layouts import IS_A, IS_A_URL, Listing, imagenet_hierarchy
@@ -138,8 +142,9 @@ def _placed(source: str, root: str | Path | None) -> str | Path:
 def download(name: str, root: str | Path) -> None:
     """Download a data set with torchvision to the folder below ``root`` where :func:`open_source` looks for it.
 
-    ValueError if there is no such data set or torchvision does not download it, ImportError without torchvision,
-    OSError if the download failed; each names the remedy.
+    It appears there whole or not at all: torchvision takes a folder that it has half unpacked for a whole one. Nothing
+    is done if it is there. ValueError if there is no such data set or torchvision does not download it, ImportError
+    without torchvision, OSError if the download failed or part of the data set is in the way; each names the remedy.
     """
     if name not in DATA_SETS:
         raise ValueError(f"no data set {name!r}; there are {', '.join(DATA_SETS)}")
@@ -150,11 +155,25 @@ def download(name: str, root: str | Path) -> None:
         parts: list[dict[str, Any]] = [{"background": True}, {"background": False}]
     else:
         parts = [{"train": False} if name in TEST_ONLY else {}]
-    try:
+    root, title = Path(root), DATA_SETS[name].title
+    root.mkdir(parents=True, exist_ok=True)
+    with suppress(RuntimeError):  # raised by torchvision if it finds nothing
         for part in parts:
-            data_set(root, **part, download=True)
-    except RuntimeError as error:  # raised by torchvision for a failed download
-        raise OSError(f"{DATA_SETS[name].title} could not be downloaded: {error}") from error
+            data_set(root, **part)
+        return
+    with TemporaryDirectory(prefix=".saving-", dir=root) as folder:
+        try:
+            for part in parts:
+                data_set(folder, **part, download=True)
+        except RuntimeError as error:  # raised by torchvision for a failed download
+            raise OSError(f"{title} could not be downloaded: {error}") from error
+        made = sorted(Path(folder).iterdir())
+        for place in (root / path.name for path in made):
+            if place.exists():
+                raise FileExistsError(f"{place} is there and is not the whole of {title}: move it away first")
+        with held_signals(signal.SIGINT):
+            for path in made:
+                path.rename(root / path.name)
 
 
 # The data sets --------------------------------------------------------------------------------------------

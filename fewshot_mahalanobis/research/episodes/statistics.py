@@ -36,4 +36,4 @@ def plot_ways_and_shots(episodes: Mapping[str, Sequence[Episode]], path: str | P
         axes.set_yscale("log")
     axes.set_xticks(range(1, len(episodes) + 1), list(episodes), rotation=90)
     with atomic_replace(path) as temporary:
-        figure.savefig(temporary)
+        figure.savefig(temporary, format=temporary.suffix[1:] or "png")  # it would add an ending

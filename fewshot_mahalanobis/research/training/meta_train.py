@@ -38,10 +38,12 @@ from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.research.training.run import (
     RunFolder,
     autocast,
+    ignore_stop_signals,
     open_training_source,
     resnet18_weights,
     shared_out,
     start_processes,
+    stopped_between_steps,
 )
 from fewshot_mahalanobis.research.training.tasks import Task, TrainingTasks, ValidationTasks
 from fewshot_mahalanobis.research.training.validation import better_on_most, validate
@@ -228,59 +230,63 @@ def meta_train(
             batch_size=None,
             sampler=numbers[accelerator.process_index :: accelerator.num_processes],
             num_workers=workers,
+            worker_init_fn=ignore_stop_signals,
             pin_memory=accelerator.device.type == "cuda",
             generator=torch.Generator(),  # else workers would be seeded by the global generator
         )
     )
-    saved = reported = time.monotonic()
+    reported, saved = time.monotonic(), -math.inf  # the first step is saved: it may have come late
     bar = tqdm(range(start, steps), total=steps, initial=start, disable=not progress, desc="meta-train", unit="step")
-    for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = group.get("factor", 1.0) * learning_rate(step, steps, recipe)
-        optimizer.zero_grad(set_to_none=True)
-        means = torch.zeros(2, device=accelerator.device)
-        for number in range(share):
-            task: Task = next(tasks).to(accelerator.device)
-            last_task = number + 1 == share
-            # Gradients accumulate in every process and are averaged between processes with the last task of a step.
-            with nullcontext() if last_task else accelerator.no_sync(network):
-                with autocast(accelerator.device, dtype):
-                    logits = network(task.support_images, task.support_labels, task.query_images, task.classes)
-                loss = learner.loss(logits, task.query_labels)
-                accuracy = (logits.argmax(1) == task.query_labels).float().mean()
-                means += torch.stack([loss.detach(), accuracy]) / share
-                objective = loss / share
-                if recipe.floor:
-                    frozen = learner.loss(_frozen_logits(model, task, dtype), task.query_labels)
-                    objective = objective + recipe.floor * F.relu(loss - frozen) / share
-                if last_task:  # the penalty counts once per step
-                    objective = objective + recipe.penalty * learner.penalty()
-                objective.backward()
-        optimizer.step()
-        mean_loss, mean_accuracy = accelerator.reduce(means, "mean").tolist()
-        record: dict[str, Any] = {"loss": mean_loss, "accuracy": mean_accuracy}
-        record["tasks_per_second"] = round(recipe.tasks_per_step / (time.monotonic() - reported), 3)
-        bar.set_postfix(loss=f"{mean_loss:.3f}", accuracy=f"{mean_accuracy:.3f}")
-        last = step + 1 == steps
-        learner.store()
-        if validation and (last or validation_due(step, recipe)):
-            accuracies = validate(model, validation, accelerator, dtype, workers=workers, progress=progress)
-            record["validation"] = accuracies
-            if better_on_most(accuracies, best):
-                best = accuracies
-                if accelerator.is_main_process:
-                    learner.save(run.path / "best")
-        run.log(step + 1, **record)
-        reported = time.monotonic()
-        if accelerator.is_main_process and (last or reported - saved > save_every):
-            state = {
-                "model": learner.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "best": best,
-                "step": step + 1,
-            }
-            run.save(state)
-            saved = time.monotonic()
+    with stopped_between_steps(accelerator) as stop:
+        for step in bar:
+            for group in optimizer.param_groups:
+                group["lr"] = group.get("factor", 1.0) * learning_rate(step, steps, recipe)
+            optimizer.zero_grad(set_to_none=True)
+            means = torch.zeros(2, device=accelerator.device)
+            for number in range(share):
+                task: Task = next(tasks).to(accelerator.device)
+                last_task = number + 1 == share
+                # Gradients accumulate in every process and are averaged between processes with the last task of a step.
+                with nullcontext() if last_task else accelerator.no_sync(network):
+                    with autocast(accelerator.device, dtype):
+                        logits = network(task.support_images, task.support_labels, task.query_images, task.classes)
+                    loss = learner.loss(logits, task.query_labels)
+                    accuracy = (logits.argmax(1) == task.query_labels).float().mean()
+                    means += torch.stack([loss.detach(), accuracy]) / share
+                    objective = loss / share
+                    if recipe.floor:
+                        frozen = learner.loss(_frozen_logits(model, task, dtype), task.query_labels)
+                        objective = objective + recipe.floor * F.relu(loss - frozen) / share
+                    if last_task:  # the penalty counts once per step
+                        objective = objective + recipe.penalty * learner.penalty()
+                    objective.backward()
+            optimizer.step()
+            mean_loss, mean_accuracy = accelerator.reduce(means, "mean").tolist()
+            record: dict[str, Any] = {"loss": mean_loss, "accuracy": mean_accuracy}
+            record["tasks_per_second"] = round(recipe.tasks_per_step / (time.monotonic() - reported), 3)
+            bar.set_postfix(loss=f"{mean_loss:.3f}", accuracy=f"{mean_accuracy:.3f}")
+            last = step + 1 == steps
+            learner.store()
+            if validation and (last or validation_due(step, recipe)):
+                accuracies = validate(model, validation, accelerator, dtype, workers=workers, progress=progress)
+                record["validation"] = accuracies
+                if better_on_most(accuracies, best):
+                    best = accuracies
+                    if accelerator.is_main_process:
+                        learner.save(run.path / "best")
+            run.log(step + 1, **record)
+            reported, stopped = time.monotonic(), stop()
+            if accelerator.is_main_process and (last or stopped or reported - saved > save_every):
+                state = {
+                    "model": learner.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "best": best,
+                    "step": step + 1,
+                }
+                run.save(state)
+                saved = time.monotonic()
+            if stopped:
+                raise KeyboardInterrupt
     model.to("cpu").eval()
     if accelerator.is_main_process:
         learner.save(run.path / "checkpoint")

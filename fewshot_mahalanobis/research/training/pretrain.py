@@ -42,11 +42,13 @@ from fewshot_mahalanobis.research.training.recipes import PretrainRecipe
 from fewshot_mahalanobis.research.training.run import (
     RunFolder,
     autocast,
+    ignore_stop_signals,
     image_size_at,
     open_training_source,
     resnet18_weights,
     shared_out,
     start_processes,
+    stopped_between_steps,
 )
 
 #: Steps between reports; states are saved with reports.
@@ -232,46 +234,51 @@ def pretrain(
         batch_size=share,
         sampler=numbers[accelerator.process_index :: accelerator.num_processes],
         num_workers=workers,
+        worker_init_fn=ignore_stop_signals,
         pin_memory=place.type == "cuda",
         generator=torch.Generator(),  # else workers would be seeded by the global generator
     )
-    saved = reported = time.monotonic()
+    reported, saved = time.monotonic(), -math.inf  # the first step is saved: it may have come late
     losses: list[Tensor] = []
     bar = tqdm(
         loader, total=steps, initial=start, disable=not progress or not accelerator.is_main_process, unit="batch"
     )
     bar.set_description("pretrain")
-    for step, (batch, labels, turns) in enumerate(bar, start):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, recipe)
-        batch = batch.to(place, memory_format=torch.channels_last, non_blocking=True)
-        with autocast(place, dtype):
-            at_positions = network(batch).float()
-        # The classifier is linear: the mean of its outputs is its output for the mean, the features.
-        of_turns, of_teacher = at_positions[..., classes:].mean(1).tensor_split([turns_end - classes], dim=1)
-        loss = class_loss(at_positions[..., :classes], labels.to(place, non_blocking=True), recipe)
-        if recipe.rotation:
-            loss = loss + F.cross_entropy(of_turns, turns.to(place, non_blocking=True))
-        if teacher is not None:
-            loss = loss + TEACHER_WEIGHT * F.mse_loss(of_teacher, teacher(batch))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-        last, epoch_ends = step + 1 == steps, (step + 1) % images.steps_per_epoch == 0
-        if last or epoch_ends or (step + 1) % REPORT_EVERY == 0:
-            mean = float(accelerator.reduce(torch.stack(losses).mean(), "mean"))
-            speed = len(losses) * recipe.batch_size / (time.monotonic() - reported)
-            record: dict[str, Any] = {"loss": mean, "size": batch.shape[-1], "images_per_second": round(speed, 1)}
-            if epoch_ends and validation is not None:
-                record["validation"] = validation.accuracy(backbone, place)
-                model.train()
-            run.log(step + 1, **record)
-            bar.set_postfix(loss=f"{mean:.3f}", px=batch.shape[-1])
-            losses, reported = [], time.monotonic()
-            if accelerator.is_main_process and (last or reported - saved > save_every):
-                run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
-                saved = time.monotonic()
+    with stopped_between_steps(accelerator) as stop:
+        for step, (batch, labels, turns) in enumerate(bar, start):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, recipe)
+            batch = batch.to(place, memory_format=torch.channels_last, non_blocking=True)
+            with autocast(place, dtype):
+                at_positions = network(batch).float()
+            # The classifier is linear: the mean of its outputs is its output for the mean, the features.
+            of_turns, of_teacher = at_positions[..., classes:].mean(1).tensor_split([turns_end - classes], dim=1)
+            loss = class_loss(at_positions[..., :classes], labels.to(place, non_blocking=True), recipe)
+            if recipe.rotation:
+                loss = loss + F.cross_entropy(of_turns, turns.to(place, non_blocking=True))
+            if teacher is not None:
+                loss = loss + TEACHER_WEIGHT * F.mse_loss(of_teacher, teacher(batch))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            first, last, stopped = step == 0, step + 1 == steps, stop()
+            epoch_ends = (step + 1) % images.steps_per_epoch == 0
+            if first or last or stopped or epoch_ends or (step + 1) % REPORT_EVERY == 0:
+                mean = float(accelerator.reduce(torch.stack(losses).mean(), "mean"))
+                speed = len(losses) * recipe.batch_size / (time.monotonic() - reported)
+                record: dict[str, Any] = {"loss": mean, "size": batch.shape[-1], "images_per_second": round(speed, 1)}
+                if epoch_ends and validation is not None:
+                    record["validation"] = validation.accuracy(backbone, place)
+                    model.train()
+                run.log(step + 1, **record)
+                bar.set_postfix(loss=f"{mean:.3f}", px=batch.shape[-1])
+                losses, reported = [], time.monotonic()
+                if accelerator.is_main_process and (last or stopped or reported - saved > save_every):
+                    run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
+                    saved = time.monotonic()
+                if stopped:
+                    raise KeyboardInterrupt
     weights = {name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()}
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise ValueError(f"the weights are NaN or infinite: try another folder than {output}, and a smaller peak_lr")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.folder import read_tensors
+from fewshot_mahalanobis.checkpoints.interrupts import held_signals
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.devices import choose_device
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
@@ -82,6 +84,28 @@ def open_training_source(source: str, *, root: str | None, size: int, lazy: bool
     except ImportError as error:
         raise ImportError(f"drawing glyphs needs {error.name}: {install_command('training')}") from error
     return draw_glyphs(size=min(size, MOST_GLYPH_PIXELS))
+
+
+@contextmanager
+def stopped_between_steps(accelerator: Accelerator) -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C and SIGTERM wait for the end of a step. They count when the block ends; a second one at once.
+
+    Yields what says whether to stop. Every process asks it after each step: all stop if one has got a signal.
+    """
+    with held_signals(signal.SIGINT, signal.SIGTERM) as came:
+
+        def stop() -> bool:
+            if accelerator.num_processes == 1:
+                return bool(came)
+            return bool(accelerator.reduce(torch.tensor(float(bool(came)), device=accelerator.device), "sum"))
+
+        yield stop
+
+
+def ignore_stop_signals(worker: int) -> None:
+    """Let a process that loads data go on at Ctrl-C and SIGTERM, which go to all: the step still needs it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class RunFolder:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.research.model import EpisodicModel
+from fewshot_mahalanobis.research.training.run import ignore_stop_signals
 from fewshot_mahalanobis.research.training.tasks import ValidationTasks
 
 if TYPE_CHECKING:
@@ -46,7 +47,14 @@ def validate(
     for name, episodes in tasks.items():
         accuracies = torch.zeros(len(episodes), dtype=torch.float32, device=accelerator.device)
         mine = range(len(episodes))[accelerator.process_index :: accelerator.num_processes]
-        loader = DataLoader(episodes, batch_size=None, sampler=mine, num_workers=workers, generator=torch.Generator())
+        loader = DataLoader(
+            episodes,
+            batch_size=None,
+            sampler=mine,
+            num_workers=workers,
+            worker_init_fn=ignore_stop_signals,
+            generator=torch.Generator(),
+        )
         for number, task in zip(mine, tqdm(loader, desc=name, disable=not progress, leave=False), strict=True):
             labels = task.support_labels.to(model.device)
             adapted = model.adapt(task.support_images, labels, query_images=task.query_images, dtype=dtype)

@@ -240,14 +240,19 @@ def test_a_download_goes_to_where_the_data_set_is_looked_for(tmp_path, monkeypat
 
     calls = []
 
-    def recorder(root, **options):
-        calls.append((root, options))
+    def recorder(root, download=False, **options):
+        if not download and not Path(root, "made").exists():
+            raise RuntimeError("Dataset not found")
+        calls.append((download, options))
+        Path(root, "made").mkdir(exist_ok=True)
 
     assert isinstance(getattr(original, DATA_SETS[name].torchvision), type)
     monkeypatch.setattr(original, DATA_SETS[name].torchvision, recorder)
-    download(name, tmp_path)
-    assert {root for root, _ in calls} == {tmp_path}
-    assert all(options.pop("download") for _, options in calls)
+    for downloads in (True, False):  # a second time there is nothing to do
+        calls.clear()
+        download(name, tmp_path / "new root")
+        assert {is_download for is_download, _ in calls} == {downloads}
+        assert [path.name for path in (tmp_path / "new root").iterdir()] == ["made"]
     expected = {"omniglot": [{"background": True}, {"background": False}], "mnist": [{"train": False}]}
     expected |= {"cifar10": [{"train": False}], "cifar100": [{"train": False}]}
     assert [options for _, options in calls] == expected.get(name, [{}])
@@ -440,10 +445,26 @@ def test_the_packages_splits_are_meta_datasets(path):
 
 @pytest.mark.parametrize("name", ["omniglot", "mnist", "dtd"])
 def test_a_failed_download_names_the_data_set(name, tmp_path, monkeypatch):
-    def failing(root, **settings):
-        assert settings.pop("download")
-        raise RuntimeError("no mirror answered")
+    def failing(root, download=False, **settings):
+        if download:
+            Path(root, "half").mkdir(exist_ok=True)
+        raise RuntimeError("no mirror answered" if download else "Dataset not found")
 
     monkeypatch.setattr(datasets.layouts, "torchvision_class", lambda _: failing)
     with pytest.raises(OSError, match=f"{datasets.DATA_SETS[name].title} could not be downloaded: no mirror answered"):
         datasets.download(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_half_unpacked_data_set_is_not_taken_for_a_whole_one_nor_written_over(tmp_path, monkeypatch):
+    def unpacking(root, download=False, **settings):
+        if not download:
+            raise RuntimeError("Dataset not found")
+        Path(root, "omniglot-py").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(datasets.layouts, "torchvision_class", lambda _: unpacking)
+    (tmp_path / "omniglot-py").mkdir()
+    (tmp_path / "omniglot-py" / "mine").touch()
+    with pytest.raises(FileExistsError, match=r"omniglot-py is there and is not the whole of Omniglot: move it away"):
+        datasets.download("omniglot", tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["omniglot-py", "mine"]

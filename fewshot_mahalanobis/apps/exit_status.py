@@ -1,0 +1,44 @@
+"""How a command ends, whatever ends it. Imports nothing that takes time: Ctrl-C counts from the first moment on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+#: Exit status after Ctrl-C, as shells count it: 128 and the number of the signal.
+INTERRUPTED = 130
+
+
+def exit_after(command: Callable[[], object]) -> NoReturn:
+    """Run a command and exit with its status.
+
+    After Ctrl-C it is 130, without a traceback. If standard output cannot be written (a full disk, say) it is 1, with
+    one line on standard error, or none if the reader has gone, as ``head`` does.
+    """
+    status: str | int | None = 0
+    try:
+        command()
+    except SystemExit as stop:
+        status = stop.code
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except OSError:
+        if _output_problem() is None:
+            raise
+    if (problem := _output_problem()) is not None:
+        if not isinstance(problem, BrokenPipeError):
+            print(f"error: standard output cannot be written: {problem.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries once more when it ends
+        status = INTERRUPTED if status == INTERRUPTED else 1
+    sys.exit(status)
+
+
+def _output_problem() -> OSError | None:
+    """Why what was printed cannot be written, if it cannot: it stays in the buffer then."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return error
+    return None
