@@ -18,16 +18,19 @@ def exit_after(command: Callable[[], object]) -> NoReturn:
     one line on standard error, or none if the reader has gone, as ``head`` does.
     """
     status: str | int | None = 0
+    problem: OSError | None = None
     try:
         command()
     except SystemExit as stop:
         status = stop.code
     except KeyboardInterrupt:
         status = INTERRUPTED
-    except OSError:
-        if _output_problem() is None:
+    except OSError as error:
+        if error.errno is None or error.filename is not None:  # a file has a name, standard output none
             raise
-    if (problem := _output_problem()) is not None:
+        problem = error
+    problem = problem or _output_problem()
+    if problem is not None:
         if not isinstance(problem, BrokenPipeError):
             print(f"error: standard output cannot be written: {problem.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries once more when it ends

@@ -180,7 +180,8 @@ def test_a_training_that_is_asked_to_stop_ends_its_step_saves_and_goes_on_from_t
 ) -> None:
     """The processes that load images get the signal too."""
     arguments = [*training[command], "-o", str(tmp_path / "run"), "--workers", "1"]
-    ended, _, errors = sent(sign, "open", r"log\.jsonl$", *arguments, number=2)
+    number = 2 if command == "meta-train" else 1  # written before it is asked whether to stop, or after
+    ended, _, errors = sent(sign, "open", r"log\.jsonl$", *arguments, number=number)
     assert ended == status, errors
     assert "Traceback" not in errors
     assert saved_step(tmp_path / "run") == 2
@@ -213,17 +214,17 @@ def full_disk() -> Iterator[int]:
         yield file.fileno()
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "command",
     [
         ["--version"],
         ["checkpoints", "list"],
         ["predict", "MODEL", "PHOTOS"],
-        ["demo", "-o", "OUT", "--checkpoint", "resnet18"],
     ],
 )
 def test_a_full_disk_behind_standard_output_is_one_line_and_status_1(
-    command: list[str], photos: Path, model: Path, tmp_path: Path
+    command: list[str], unbuffered: str, photos: Path, model: Path, tmp_path: Path
 ) -> None:
     named = {"PHOTOS": str(photos), "MODEL": str(model), "OUT": str(tmp_path / "demo.png")}
     arguments = [named.get(part, part) for part in command]
@@ -234,6 +235,7 @@ def test_a_full_disk_behind_standard_output_is_one_line_and_status_1(
             stderr=subprocess.PIPE,
             text=True,
             check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
     lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
     assert lines == ["error: standard output cannot be written: No space left on device"]
