@@ -2,7 +2,8 @@
 
 1. A JPEG is decoded at the smallest of the scales 1/8, 1/4, 1/2 and 1 that leaves both sides at least twice as long as
    the square's, which takes a third of the time for a photograph of 12 megapixels.
-2. Its EXIF orientation is applied, deeper values become 8 bits, transparent pixels become white.
+2. Its EXIF orientation is applied (XMP's is not, as no viewer does it), deeper values become 8 bits, transparent pixels
+   become white.
 3. Blocks of 2^k x 2^k pixels become their mean, k as large as leaves both sides at least twice as long as the square's.
    Reading a JPEG at a smaller scale gives nearly the same.
 4. Its colours are converted to sRGB if it has an ICC profile: late, as this takes time for each pixel, and before the
@@ -96,9 +97,11 @@ def to_square(image: Image.Image, size: int, value_range: ValueRange | None = No
     check_header(image)
     depth = _depth(image)
     image.draft(None, (2 * size, 2 * size))  # step 1; does nothing to other formats and to a loaded image
+    if image.format == "TIFF":
+        image.info.pop("xmp", None)  # by which Pillow would turn it while it loads
     image.load()  # some formats have the orientation after the pixels
     profile = image.info.get("icc_profile")
-    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # exif_transpose always copies
+    if exif_orientation(image) != 1:  # exif_transpose always copies
         image = ImageOps.exif_transpose(image)
     described = profile_mode(profile) if profile else None
     flat, span = (image, None) if image.mode == described == "CMYK" else _to_rgb(image, depth, value_range)
@@ -157,6 +160,17 @@ def path_problem(path: str | os.PathLike[Any]) -> str | None:
     if not stat.S_ISREG(status.st_mode):
         return "it is a pipe, a socket or a device, not an image file"
     return None if status.st_size else "the file is empty"
+
+
+def exif_orientation(image: Image.Image) -> int:
+    """Orientation of a loaded image, 1 to 8, by its EXIF data alone.
+
+    Pillow's ``getexif`` takes one from XMP or a text of ImageMagick's too, which browsers and most viewers do not.
+    """
+    exif = Image.Exif()
+    exif.load(image.info.get("exif", b""))
+    orientation: int = exif.get(ExifTags.Base.Orientation, 1)
+    return orientation
 
 
 def check_header(image: Image.Image) -> None:

@@ -68,6 +68,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     palette.quantize(16).save(folder / "palette.gif")
     plain.convert("L").save(folder / "grey.png")
     Image.fromarray(np.asarray(plain.convert("L")).astype(np.uint16) * 257).save(folder / "deep.png")
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/>'
+    plain.save(folder / "xmp.jpg", xmp=xmp + b"</x:xmpmeta>")
     noise(400, 300, "RGB").save(folder / "large.jpg")
     return sorted(folder.iterdir())
 

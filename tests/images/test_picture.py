@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
+from fewshot_mahalanobis.images import picture
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.picture import read_square_array, to_square_array
 from tests.images.icc import ADOBE_RGB, DISPLAY_P3, LINEAR_GREY, SRGB, in_space
@@ -59,8 +60,8 @@ def test_a_jpeg_is_decoded_at_the_smallest_scale_of_twice_the_size(
     buffer = io.BytesIO()
     photograph.save(buffer, suffix)
     loaded = list[tuple[int, int]]()
-    load = Image.Image.getexif  # called once the pixels are there
-    monkeypatch.setattr(Image.Image, "getexif", lambda image: (loaded.append(image.size), load(image))[1])
+    orientation = picture.exif_orientation  # called once the pixels are there
+    monkeypatch.setattr(picture, "exif_orientation", lambda image: (loaded.append(image.size), orientation(image))[1])
     for size in (20, 32, 60, 111, 221):
         read_square_array(io.BytesIO(buffer.getvalue()), size)
     assert loaded == [(75, 55), (150, 110), (300, 220), (600, 440), (600, 440)]
@@ -80,6 +81,49 @@ def test_a_turned_photograph_is_turned_back_at_every_scale(orientation: int, pho
     difference = np.abs(square(jpeg(stored, exif=exif)) - square(jpeg(photograph)))
     assert difference.mean() < 1.5
     assert difference.max() <= 10
+
+
+XMP = (
+    '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
+    '<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
+)
+
+
+def with_xmp(kind: str) -> dict[str, object]:
+    """What ``save`` needs to write that XMP into a file."""
+    if kind == "TIFF":
+        return {"tiffinfo": {700: XMP.encode()}}
+    if kind == "PNG":
+        text = PngImagePlugin.PngInfo()
+        text.add_itxt("XML:com.adobe.xmp", XMP)
+        return {"pnginfo": text}
+    return {"xmp": XMP.encode()}
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_the_orientation_in_xmp_alone_turns_nothing(kind: str, photograph: Image.Image) -> None:
+    def written(**options: object) -> bytes:
+        buffer = io.BytesIO()
+        photograph.save(buffer, kind, **options)
+        return buffer.getvalue()
+
+    marked = written(**with_xmp(kind))
+    assert ImageOps.exif_transpose(Image.open(io.BytesIO(marked))).size == photograph.size[::-1]  # Pillow turns it
+    expected = square(written())
+    assert np.array_equal(square(marked), expected)
+    opened = Image.open(io.BytesIO(marked))
+    assert np.array_equal(next(ImageBatches([opened], SIZE).decoded()).pixels[0], expected)
+    if kind != "TIFF":  # which Pillow turns while it loads
+        opened.load()
+        opened.getexif()
+        pixels = Image.fromarray(np.asarray(opened))
+        assert np.array_equal(to_square_array(opened, SIZE), to_square_array(pixels, SIZE))
+
+
+def test_exif_goes_before_xmp(photograph: Image.Image) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 3
+    assert np.array_equal(square(jpeg(photograph, exif=exif, **with_xmp("JPEG"))), square(jpeg(photograph, exif=exif)))
 
 
 def test_blocks_are_averaged_as_a_plain_loop_does(photograph: Image.Image) -> None:
