@@ -27,7 +27,7 @@ COARSE_AGREEMENT = 0.6
 DISAGREEMENT = 0.03
 #: ... or than this times the square of the usual disagreement of an image and its nearest: pictures of 32 pixels that
 #: are compressed lose 0.1, where those of different things disagree by 0.8; drawn characters differ by 0.05, and
-#: usually by 0.5. Both were chosen on validation classes: benchmarks/results/copies.md.
+#: usually by 0.5. Both were chosen on classes that are not for testing.
 USUAL_SHARE = 0.15
 #: Mean colours of the same picture differ by no more, of 1.
 COLOUR = 0.04
