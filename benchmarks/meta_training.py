@@ -113,7 +113,7 @@ def _plain_logits(model: SimpleCNAPS, support: Tensor, labels: Tensor, query: Te
     extractor, generator = model.feature_extractor, model.film_generator
     assert isinstance(extractor, FilmResNet18)
     assert generator is not None
-    film = generator(plain.task_representation(model, support), support, extractor)
+    film = generator(plain.task_representation(model, support), [support], extractor)
     return plain.logits(plain.features(extractor, support, film), labels, plain.features(extractor, query, film))
 
 

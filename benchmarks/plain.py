@@ -67,7 +67,7 @@ def task(model: SimpleCNAPS, support: Tensor, labels: Tensor, queries: Tensor) -
     assert isinstance(model.feature_extractor, FilmResNet18)
     assert isinstance(model.head, MahalanobisHead)
     covariance: RegularizedCovariance = model.head.covariance
-    film = model.film_generator(task_representation(model, support), support, model.feature_extractor)
+    film = model.film_generator(task_representation(model, support), [support], model.feature_extractor)
     support_features = features(model.feature_extractor, support, film)
     query_features = features(model.feature_extractor, queries, film)
     return logits(support_features, labels, query_features, covariance.settings.ridge, model.head.scale)

@@ -1,4 +1,4 @@
-"""``predict`` over image files: against the bare network on decoded images, and its memory against their number."""
+"""``predict`` and ``fit`` over image files: time against the bare network, and memory against their number."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from fewshot_mahalanobis.images.decode import ImageBatches
 FILES, SIDE = 1000, 300
 TIMED = 960
 BATCH = 64
+#: Support images whose memory is compared; longer lists name the same files again.
+SUPPORT, SUPPORT_FILES, SUPPORT_SIZE = (1_000, 4_000), 200, (640, 480)
 
 
 def run(record: Record) -> list[Table]:
-    speed, memory = [], []
+    speed, memory, fits = [], [], []
     files, timed = (BATCH, BATCH) if record.quick else (FILES, TIMED)
     with tempfile.TemporaryDirectory() as folder:
         draw(Path(folder), files)
@@ -34,9 +36,18 @@ def run(record: Record) -> list[Table]:
             share = ratio([100 * s for s in t["bare"]], t["predict"])
             speed.append([precision, *rates, share, "80", show([s / timed for s in t["decode"]])])
         for count in () if record.quick else (1_000, 10_000):
-            found = record.value(f"{count}", lambda: in_own_process("streaming", folder, count))  # noqa: B023
+            found = record.value(f"{count}", lambda: in_own_process("streaming", folder, "predict", count))  # noqa: B023
             rate = count / found["seconds"]
             memory.append([f"{count:,} paths", f"{found['megabytes']:.0f} MB", f"{rate:.0f}"])
+    for precision in () if record.quick else ("float32", "auto"):
+        with tempfile.TemporaryDirectory() as folder:
+            draw(Path(folder), SUPPORT_FILES, SUPPORT_SIZE)
+            few, many = (
+                record.value(f"fit {n} {precision}", lambda: in_own_process("streaming", folder, "fit", n, precision))  # noqa: B023
+                for n in SUPPORT
+            )
+        growth = 1e3 * (many["megabytes"] - few["megabytes"]) / (SUPPORT[1] - SUPPORT[0])
+        fits.append([precision, *(f"{found['megabytes']:.0f} MB" for found in (few, many)), f"{growth:.0f} kB"])
     header = [
         "precision",
         "bare network, images/s",
@@ -49,15 +60,21 @@ def run(record: Record) -> list[Table]:
     return [
         Table(f"Image files: JPEG, {SIDE} x {SIDE} pixels", header, speed),
         Table("Memory of predict, precision auto", ["", "peak beyond the classifier", "images/s"], memory, note),
+        Table(
+            f"Memory of fit, JPEG, {SUPPORT_SIZE[0]} x {SUPPORT_SIZE[1]} pixels, 5 classes",
+            ["precision", *(f"{n:,} images" for n in SUPPORT), "an image more"],
+            fits,
+            "Peak beyond what the process held. 150 kB are the pixels that the network reads of an image.",
+        ),
     ]
 
 
-def draw(folder: Path, count: int) -> None:
-    """Photograph-like JPEG files of about 25 kB."""
+def draw(folder: Path, count: int, size: tuple[int, int] = (SIDE, SIDE)) -> None:
+    """Photograph-like JPEG files, of about 25 kB at the default width and height."""
     small = drawn_images(count, 36)
-    noise = np.random.default_rng(0).integers(-12, 13, (SIDE, SIDE, 3))
+    noise = np.random.default_rng(0).integers(-12, 13, (size[1], size[0], 3))
     for index, pixels in enumerate(small):
-        smooth = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+        smooth = Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
         noisy = np.clip(np.asarray(smooth).astype(int) + noise, 0, 255).astype(np.uint8)
         Image.fromarray(noisy).save(folder / f"{index:04}.jpg", quality=85)
 
@@ -88,12 +105,15 @@ def _measure(folder: Path, count: int, precision: str, repeats: int) -> dict[str
     )
 
 
-def _memory(folder: str, count: str) -> dict[str, float]:
-    classifier, paths = _classifier("auto"), _paths(Path(folder), int(count))
+def _memory(folder: str, method: str, count: str, precision: str = "auto") -> dict[str, float]:
+    classifier, paths = _classifier(precision), _paths(Path(folder), int(count))
+    labels = np.arange(len(paths)) % 5  # no two files of a name are copies here
+    calls = {
+        "predict": lambda: classifier.predict(paths),
+        "fit": lambda: classifier.fit(paths, labels, groups=range(len(paths))),
+    }
     times: Times = []
-    megabytes = extra_megabytes(
-        lambda: times.extend(take_turns({"": lambda: classifier.predict(paths)}, 1, warm_up=False)[""])
-    )
+    megabytes = extra_megabytes(lambda: times.extend(take_turns({"": calls[method]}, 1, warm_up=False)[""]))
     return {"megabytes": megabytes, "seconds": times[0]}
 
 

@@ -84,8 +84,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         Precision of the convolutions. The head always computes in float64. "auto" is bfloat16 for the embedded networks
         on processors (AVX512-BF16, AMX) and CUDA devices that have it natively, else float32; see the page "How fast".
     batch_size : int, default=64
-        Images processed at a time. It bounds memory; results depend on it only by rounding. A batch that does not fit
-        into CUDA's memory is halved until it does, with a warning.
+        Images processed at a time. It bounds memory; results depend on it only by rounding. ``fit`` keeps up to four
+        batches, and reads the images of a larger support set twice. A batch that does not fit into CUDA's memory is
+        halved until it does, with a warning.
     temperature : float or "auto", default=1.0
         T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits T to support images that are
         left out one at a time; it is 1 if no class has two of them.
@@ -216,7 +217,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             model = copy.deepcopy(model).eval().to(device)
         dtype = choose_dtype(self.precision, model)
         head = model.head_named(self.head)
-        batches = self._batches(X, model.image_size, "fit")
+        batches = self._batches(X, model.image_size, device, "fit")
         labels, names = checked_labels(y, batches.n_images), checked_groups(groups, batches.n_images)
         classes, codes = np.unique(labels, return_inverse=True)
         if len(classes) < 2:
@@ -224,12 +225,13 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         output_labels(classes, self.unknown_label)  # checked, like the next line, before the network runs
         check_settings(self.temperature, self.false_rejection_rate)
 
-        images, targets, batch_size = batches.stacked(dtype), torch.from_numpy(codes), batches.batch_size
+        images, targets = batches.several_times(dtype), torch.from_numpy(codes)
         adapted = partial(model.adapted_network, images, targets, adapt=self.adapt, dtype=dtype)
-        network, batch_size = within_memory(lambda size: adapted(batch_size=size), batch_size)
+        network, batch_size = within_memory(lambda size: adapted(batch_size=size), batches.batch_size)
         unadapted = model.with_film(None, dtype) if self.unknown_label is not None and network.film else None
-        support, _ = _features(network, unadapted, images, batch_size)
-        pictures = small_pictures(images)
+        seen = list[torch.Tensor]()
+        support = Features.joined([*_features(_with_pictures(images, seen), network, unadapted, batch_size)])
+        pictures = torch.cat(seen)
         copies = same_pictures(pictures, support.adapted)
         fitted_head = self._fitted(head, support, targets, classes, names, copies)
         warn_of_copies(fitted_head.groups, names)
@@ -283,8 +285,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
                 stacklevel=2,
             )
         added = list[torch.Tensor]()
-        seen = _with_pictures(batches, added)
-        support = Features.joined([old, *self._features(seen, network, unadapted)])
+        new = _features(_with_pictures(batches, added), network, unadapted, batches.batch_size)
+        support = Features.joined([old, *new])
         pictures, copies = self._copies(torch.cat(added), support.adapted)
         fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), classes, names, copies)
         warn_of_copies(fitted_head.groups, names, copies_found(before.groups, before.group_names))
@@ -347,36 +349,26 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     def transform(self, X: Any) -> NDArray[np.float32]:
         """Adapted features (m, d) of m images."""
         check_is_fitted(self)
-        batches = self._features(self._query_batches(X, "transform"), self.task_.network, None)
-        return torch.cat([features.adapted for features in batches]).cpu().numpy()
+        return torch.cat([features.adapted for features in self._query_features(X, "transform")]).cpu().numpy()
 
     def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
+        batches = self._query_batches(X, method)
         unadapted = self.task_.unadapted if for_outliers else None
-        return self._features(self._query_batches(X, method), self.task_.network, unadapted)
-
-    def _features(
-        self, batches: Iterable[torch.Tensor], network: AdaptedNetwork, unadapted: AdaptedNetwork | None
-    ) -> Iterator[Features]:
-        batch_size = self.batch_size
-        for images in batches:
-            features, batch_size = _features(network, unadapted, images, min(batch_size, len(images)))
-            yield features
+        return _features(batches, self.task_.network, unadapted, batches.batch_size)
 
     def _query_batches(self, X: Any, name: str) -> ImageBatches:
-        batches = self._batches(X, self.model_.image_size, name)
-        # On a CPU the network has all cores, and all of its threads would wait for the one whose core decodes.
-        batches.ahead = self.device_.type != "cpu"
-        return batches
+        return self._batches(X, self.model_.image_size, self.device_, name)
 
-    def _batches(self, X: Any, size: int, name: str) -> ImageBatches:
-        progress = name if self.verbose else None
+    def _batches(self, X: Any, size: int, device: torch.device, name: str) -> ImageBatches:
         return ImageBatches(
             X,
             size,
             batch_size=self.batch_size,
             n_jobs=self.n_jobs,
+            # On a CPU the network has all cores, and all of its threads would wait for the one whose core decodes.
+            ahead=device.type != "cpu",
             value_range=self.value_range,
-            progress=progress,
+            progress=name if self.verbose else None,
         )
 
     @property
@@ -624,11 +616,12 @@ def _with_pictures(batches: Iterable[torch.Tensor], pictures: list[torch.Tensor]
 
 
 def _features(
-    network: AdaptedNetwork, unadapted: AdaptedNetwork | None, images: torch.Tensor, batch_size: int
-) -> tuple[Features, int]:
-    """Features of images by one network or two, and the batch size that fitted into memory."""
-    adapted, batch_size = within_memory(partial(network.features, images), batch_size)
-    if unadapted is None:
-        return Features(adapted), batch_size
-    pretrained, batch_size = within_memory(partial(unadapted.features, images), batch_size)
-    return Features(adapted, pretrained), batch_size
+    batches: Iterable[torch.Tensor], network: AdaptedNetwork, unadapted: AdaptedNetwork | None, batch_size: int
+) -> Iterator[Features]:
+    """Features of each batch by one network or two; ``batch_size`` images are tried at a time, then what has fitted."""
+    for images in batches:
+        adapted, batch_size = within_memory(partial(network.features, images), min(batch_size, len(images)))
+        pretrained = None
+        if unadapted is not None:
+            pretrained, batch_size = within_memory(partial(unadapted.features, images), batch_size)
+        yield Features(adapted, pretrained)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-from numpy.typing import NDArray
-
-from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches
+from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Batch size where images are decoded while others are classified: small, because the first batch is waited for.
 _BATCH = 16
+#: Side of the squares of images that are only checked, in pixels.
+_CHECKED_SIZE = 32
 
 
 class UnreadableImages(ValueError):
@@ -70,26 +68,36 @@ def fit_files(
     UnreadableImages
         Images cannot be read and ``skip_errors`` is False, or no image of a class can be read.
     """
-    checkpoint = classifier.checkpoint
-    model = checkpoint if isinstance(checkpoint, SimpleCNAPS) else load_checkpoint(checkpoint)
-    if classifier.image_size is not None:
-        model = model.at_size(classifier.image_size)
     problems: dict[Path, str] = {}
-    pixels, indices = list[NDArray[np.uint8]](), list[int]()
-    for batch in _batches(classifier, paths, model.image_size, problems, "reading", _BATCH).decoded():
-        pixels.append(batch.pixels)
-        indices += batch.indices
-    readable = [labels[index] for index in indices]
-    _check(problems, len(paths), skip_errors)
-    if lost := sorted(set(labels) - set(readable)):
-        raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
-    images = DecodedBatch(indices, np.concatenate(pixels), [paths[index] for index in indices])
-    groups = None if groups is None else [groups[index] for index in indices]
     try:
-        classifier.set_params(checkpoint=model).fit(images, readable, groups)
-    finally:
-        classifier.set_params(checkpoint=checkpoint)
+        _fit(classifier, paths, labels, groups)
+        return problems
+    except ImageError as error:
+        first = error
+    with warnings.catch_warnings():  # what there is to remark comes with the images that can be read
+        warnings.simplefilter("ignore")
+        for _ in _batches(classifier, paths, _CHECKED_SIZE, problems, "reading", _BATCH).decoded():
+            pass  # to name every image that cannot be read
+    if not problems:
+        raise first
+    _check(problems, len(paths), skip_errors)
+    readable = [index for index, path in enumerate(paths) if path not in problems]
+    if lost := sorted(set(labels) - {labels[index] for index in readable}):
+        raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
+    groups = None if groups is None else [groups[index] for index in readable]
+    _fit(classifier, [paths[index] for index in readable], [labels[index] for index in readable], groups)
     return problems
+
+
+def _fit(
+    classifier: SimpleCNAPSClassifier, paths: Sequence[Path], labels: Sequence[str], groups: Sequence[Any] | None
+) -> None:
+    """Fit with a progress bar where somebody sees it."""
+    verbose = classifier.verbose
+    try:
+        classifier.set_params(verbose=int(sys.stderr.isatty())).fit(paths, labels, groups)
+    finally:
+        classifier.set_params(verbose=verbose)
 
 
 def predict_files(

@@ -47,6 +47,8 @@ MAX_DEFAULT_THREADS = 4
 #: Tasks per thread and batch. With one task per image, submitting takes a quarter of the time of a small image; with
 #: few, threads wait for the last one of a batch of large images.
 _TASKS_PER_THREAD = 8
+#: Images of at most this many batches stay in memory where they are read several times.
+KEPT_BATCHES = 4
 
 
 def to_network_range(images: Tensor) -> Tensor:
@@ -182,6 +184,7 @@ class ImageBatches:
         self.on_error = on_error
         self.progress = progress
         self.n_threads = decoding_threads(n_jobs)
+        self._remarked = False
 
     def name(self, index: int) -> str:
         """What to call an image in a message: its place, and its path if it has one."""
@@ -232,6 +235,9 @@ class ImageBatches:
                 if usable:
                     yield DecodedBatch([*usable], np.stack([*usable.values()]))
                 bar.update(len(batch))
+        if self._remarked:
+            return
+        self._remarked = True
         if profiles_ignored:
             first = min(profiles_ignored)
             others = f" (and {len(profiles_ignored) - 1} more)" if len(profiles_ignored) > 1 else ""
@@ -243,12 +249,8 @@ class ImageBatches:
         """Name of an image in a message: its path if it has one, else its type."""
         return describe(item_of(self._images, index, Lock()))
 
-    def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """All images (n, 3, size, size) in ``dtype``, channels_last; each decoded batch is freed once it is copied."""
-        shape = (self.n_images, 3, self.size, self.size)
-        images = torch.empty(shape, dtype=dtype, device="cpu", memory_format=torch.channels_last)
-        start = 0
-        for batch in self:
-            images[start : start + len(batch)] = batch
-            start += len(batch)
-        return images[:start]
+    def several_times(self, dtype: torch.dtype) -> Iterable[Tensor]:
+        """Batches to iterate over several times: up to four are decoded once and kept in ``dtype``, more each time."""
+        if self.n_images > KEPT_BATCHES * self.batch_size:
+            return self
+        return [batch.to(dtype) for batch in self]

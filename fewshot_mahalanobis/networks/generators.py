@@ -10,7 +10,7 @@ by one vector takes longer than to multiply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 
@@ -117,9 +117,7 @@ class FilmGenerator(nn.Module):
         """Sum of squares of all scales, the quantity that meta-training penalises."""
         return torch.stack([p.square().sum() for name, p in self.named_parameters() if "scales." in name]).sum()
 
-    def forward(
-        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, batch_size: int | None = None
-    ) -> Film:
+    def forward(self, z: Tensor, support_batches: Iterable[Tensor], extractor: FilmResNet18) -> Film:
         """Z (64,) -> FiLM parameters. The support images and the extractor are not used."""
         with full_precision(z):
             return Film(
@@ -135,17 +133,14 @@ class AutoregressiveFilmGenerator(FilmGenerator):
         widths = (LAYER_WIDTHS[0], *LAYER_WIDTHS)
         self.layers = nn.ModuleList(AutoregressiveLayerGenerator(i, o) for i, o in pairwise(widths))
 
-    def forward(
-        self, z: Tensor, support_images: Tensor, extractor: FilmResNet18, batch_size: int | None = None
-    ) -> Film:
-        """Z (64,), support images (n, 3, h, w) and the frozen network -> FiLM parameters.
+    def forward(self, z: Tensor, support_batches: Iterable[Tensor], extractor: FilmResNet18) -> Film:
+        """Z (64,), batches (b, 3, h, w) of the support set and the frozen network -> FiLM parameters.
 
         The support set passes through the network one layer at a time: a layer is conditioned on means over the whole
-        set, so ``batch_size`` only bounds memory (with gradients, activations are then computed again).
+        set, whose maps are kept. Several batches bound memory (with gradients, activations are then computed again).
         """
-        film, size = Film({}), batch_size or len(support_images)
-        in_bounded_memory = torch.is_grad_enabled() and size < len(support_images)
-        maps = [extractor.stem(images) for images in support_images.split(size)]
+        film, maps = Film({}), [extractor.stem(images) for images in support_batches]
+        in_bounded_memory = torch.is_grad_enabled() and len(maps) > 1
         for index, layer in enumerate(self.layers):
             activations = torch.cat([batch.float().mean(dim=(2, 3)) for batch in maps])
             with full_precision(z):
@@ -178,7 +173,7 @@ class NetworkFilmGenerator(FilmGenerator):
                 self.processors.append(nn.Sequential(*first, nn.Linear(TASK_FEATURES, width)))
                 self.scales.append(_new_scales(width))
 
-    def forward(self, z: Tensor, support_images: Tensor, extractor: nn.Module, batch_size: int | None = None) -> Film:
+    def forward(self, z: Tensor, support_batches: Iterable[Tensor], extractor: nn.Module) -> Film:
         """Z (64,) -> FiLM parameters. The support images and the extractor are not used."""
         with full_precision(z):
             vectors = [p(z) * scale for p, scale in zip(self.processors, self.scales, strict=True)]

@@ -7,7 +7,8 @@ every image takes part in every statistic: a set is encoded layer by layer, not 
 
 Within a layer, images pass in batches, which bounds memory. BatchNorm and ReLU do not decrease where gamma >= 0, so
 they commute with the max pool; where gamma < 0 the convolution changes sign with it, as gamma y = (-gamma) (-y). So a
-layer keeps the pooled maps alone, a quarter of them, until the statistics of the whole set are known.
+layer keeps the pooled maps alone, a quarter of them, until the statistics of the whole set are known. The first two
+layers have larger maps than images: a large set does not keep them, and computes them again for the next layer.
 
 A one-ulp change in z can flip bfloat16 rounding downstream, in FiLM parameters and folded weights. So statistics do not
 depend on the order of the set or its batches: each column of each map is summed by itself, in float32, and the columns
@@ -16,7 +17,8 @@ in float64. Threads divide the columns, so their number may move a last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -31,6 +33,8 @@ Result = TypeVar("Result")
 TASK_FEATURES = 64
 #: Larger batches on a CPU make every layer allocate fresh, zeroed pages.
 MAX_CPU_BATCH = 16
+#: Most entries of a layer's maps that are kept in place of the smaller images: 512 images of 64 x 64 pixels in layer 1.
+MAX_KEPT = 2**25
 
 
 class SetEncoder(nn.Module):
@@ -50,13 +54,13 @@ class SetEncoder(nn.Module):
         """Convolution and BatchNorm of each layer."""
         return cast("list[tuple[nn.Conv2d, nn.BatchNorm2d]]", list(zip(self.convs, self.norms, strict=True)))
 
-    def forward(self, support_images: Tensor, batch_size: int | None = None) -> Tensor:
+    def forward(self, support_images: Tensor | Iterable[Tensor], batch_size: int | None = None) -> Tensor:
         """Encode a support set.
 
         Parameters
         ----------
-        support_images : Tensor of shape (n, 3, h, w)
-            In [-1, 1]; sides of 32 pixels or more.
+        support_images : Tensor of shape (n, 3, h, w), or such batches of it
+            In [-1, 1]; sides of 32 pixels or more. A list of batches is emptied, so that they are freed on the way.
         batch_size : int, optional
             Process at most this many images at a time. It bounds memory, with gradients too: activations are then
             computed again in the backward pass.
@@ -67,29 +71,53 @@ class SetEncoder(nn.Module):
         """
         return mean_over_set(self.encodings(support_images, batch_size))
 
-    def encodings(self, support_images: Tensor, batch_size: int | None = None) -> Tensor:
+    def encodings(self, support_images: Tensor | Iterable[Tensor], batch_size: int | None = None) -> Tensor:
         """Encode each image of a set, shape (n, 64); the mean of the encodings is z."""
-        if min(support_images.shape[2:]) < 2 ** len(self.convs):
-            raise ValueError(f"images must be at least 32 x 32 pixels, not {tuple(support_images.shape[2:])}")
-        size, run = batch_size or len(support_images), _called
-        if torch.is_grad_enabled():
-            run = recomputed if size < len(support_images) else _called
-        elif support_images.device.type == "cpu":
-            size = min(size, MAX_CPU_BATCH)
-        batches = list(support_images.split(size))
+        batches = [part for images in in_batches(support_images, batch_size) for part in self._parts(images)]
+        if isinstance(support_images, list):
+            support_images.clear()
+        run = recomputed if torch.is_grad_enabled() and len(batches) > 1 else _called
+        steps: list[Callable[[Tensor], Tensor]] = []  # from a batch to the layer's input, where that is not kept
         for conv, norm in self.layers:
-            moments = []
-            for index, images in enumerate(batches):
-                batches[index], *batch_moments = run(_pooled, conv, norm, images)
+            moments, keep = [], torch.is_grad_enabled() or _may_be_kept(batches, len(steps))
+            for index, maps in enumerate(batches):
+                for step in steps:
+                    maps = step(maps)
+                maps, *batch_moments = run(_pooled, conv, norm, maps)
                 moments.append(batch_moments)
+                if keep:
+                    batches[index] = maps
             means, variances = (torch.cat(parts) for parts in zip(*moments, strict=True))
             mean, variance = _combined(means, variances, 0)
             scale = norm.weight.abs() * torch.rsqrt(variance + norm.eps)
             assert conv.bias is not None
             shift = norm.bias - mean * scale + 0 * conv.bias  # unused in _pooled: its gradient is 0, not None
+            normalised = partial(_normalised, scale=scale.to(norm.weight), shift=shift.to(norm.bias))
+            if not keep:
+                steps.append(partial(_layer, conv, norm, normalised))
+                continue
+            steps = []
             for index, maps in enumerate(batches):  # one by one: two lists would hold the set twice
-                batches[index] = run(_normalised, maps, scale.to(norm.weight), shift.to(norm.bias))
+                batches[index] = run(normalised, maps)
         return torch.cat([maps.float().mean(dim=(2, 3)) for maps in batches])
+
+    def _parts(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Split a batch into what is computed at a time."""
+        if min(images.shape[2:]) < 2 ** len(self.convs):
+            raise ValueError(f"images must be at least 32 x 32 pixels, not {tuple(images.shape[2:])}")
+        small = images.device.type == "cpu" and not torch.is_grad_enabled()
+        return images.split(MAX_CPU_BATCH) if small else (images,)
+
+
+def in_batches(images: Tensor | Iterable[Tensor], batch_size: int | None) -> Iterable[Tensor]:
+    """Batches of images (n, 3, h, w), which may come as batches already."""
+    return images.split(batch_size or len(images)) if isinstance(images, Tensor) else images
+
+
+def _may_be_kept(batches: list[Tensor], skipped: int) -> bool:
+    """Whether pooled maps may take the place of their batches, ``skipped`` layers after the last ones that did."""
+    entries = sum(images[:, 0].numel() for images in batches) // 4 ** (1 + skipped) * TASK_FEATURES
+    return entries <= max(MAX_KEPT, sum(images.numel() for images in batches))
 
 
 def _called(function: Callable[..., Any], *arguments: object) -> Any:
@@ -118,10 +146,19 @@ def _pooled(conv: nn.Conv2d, norm: nn.BatchNorm2d, images: Tensor) -> tuple[Tens
 
     The convolution's bias is left out: BatchNorm subtracts it again, and the rounding is smaller without it.
     """
-    sign = torch.ones_like(norm.weight).copysign(norm.weight.detach())
-    y = F.conv2d(images, conv.weight * sign[:, None, None, None], padding=1)
+    y = _convolved(conv, norm, images)
     means, variances = _ColumnMoments.apply(y)
     return _max_pool(y), *_combined(means, variances, 1)
+
+
+def _layer(conv: nn.Conv2d, norm: nn.BatchNorm2d, normalised: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """Maps of a layer whose statistics are known."""
+    return normalised(_max_pool(_convolved(conv, norm, images)))
+
+
+def _convolved(conv: nn.Conv2d, norm: nn.BatchNorm2d, images: Tensor) -> Tensor:
+    sign = torch.ones_like(norm.weight).copysign(norm.weight.detach())
+    return F.conv2d(images, conv.weight * sign[:, None, None, None], padding=1)
 
 
 def _max_pool(y: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
@@ -39,8 +39,8 @@ from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator, NetworkFilmGenerator
 from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
-from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, mean_over_set
-from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last, check_episode
+from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, in_batches, mean_over_set
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, SupportBatches, check_episode
 from fewshot_mahalanobis.networks.transductive import TransductiveSetEncoder
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -220,7 +220,7 @@ class SimpleCNAPS(nn.Module):
 
     def task_representation(
         self,
-        support_images: Tensor,
+        support_images: Tensor | Iterable[Tensor],
         batch_size: int | None = None,
         *,
         support_labels: Tensor | None = None,
@@ -229,21 +229,30 @@ class SimpleCNAPS(nn.Module):
         """Task representation z = g_phi(S), shape (64,); the parameters are those of :meth:`film_parameters`."""
         if self.set_encoder is None:
             raise ValueError("this model does not adapt: it has no set encoder")
-        support = self.encoder_input(support_images)
-        if not self.is_transductive:
-            z = self.set_encoder(support, batch_size)
-            return z if self.feature_encoder is None else z + self._encoded_features(support_images, batch_size)
-        if support_labels is None:
+        if self.is_transductive and support_labels is None:
             raise ValueError("this model's task encoder is transductive: it needs support_labels")
-        queries = None if query_images is None else self.encoder_input(query_images)
-        return self.set_encoder(support, support_labels, queries, batch_size)
+        support, frozen = self._read_once(in_batches(support_images, batch_size))
+        if self.is_transductive:
+            queries = None if query_images is None else self.encoder_input(query_images)
+            return self.set_encoder(support, support_labels, queries, batch_size)
+        z = self.set_encoder(support)
+        return z if self.feature_encoder is None else z + self._encoded_features(torch.cat(frozen))
 
-    def _encoded_features(self, support_images: Tensor, batch_size: int | None) -> Tensor:
-        """Map mean and standard deviation of the frozen network's features of the support set to shape (64,)."""
+    def _read_once(self, batches: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What the set encoder reads of each batch, and the frozen network's features of it if they are encoded too."""
+        small, frozen, network = list[Tensor](), list[Tensor](), None
+        if self.feature_encoder is not None:
+            bfloat16 = torch.is_autocast_enabled(self.device.type)
+            network = self.with_film(None, torch.bfloat16 if bfloat16 else torch.float32)
+        for images in batches:
+            if network is not None:
+                frozen.append(network.unprojected_features(images, len(images)))
+            small.append(self.encoder_input(images))
+        return small, frozen
+
+    def _encoded_features(self, features: Tensor) -> Tensor:
+        """Map mean and standard deviation of the frozen network's features of a support set (n, d) to shape (64,)."""
         assert self.feature_encoder is not None
-        device = self.device.type
-        dtype = torch.bfloat16 if torch.is_autocast_enabled(device) else torch.float32
-        features = self.with_film(None, dtype).unprojected_features(support_images, batch_size or len(support_images))
         mean = mean_over_set(features)
         deviation = mean_over_set((features - mean).square()).sqrt()
         with full_precision(mean):
@@ -255,11 +264,11 @@ class SimpleCNAPS(nn.Module):
         side = self.encoder_size
         if side is None or tuple(images.shape[2:]) == (side, side):
             return images
-        return F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True)
+        return F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True).to(images.dtype)
 
     def film_parameters(
         self,
-        support_images: Tensor,
+        support_images: Tensor | Iterable[Tensor],
         batch_size: int | None = None,
         *,
         support_labels: Tensor | None = None,
@@ -269,10 +278,10 @@ class SimpleCNAPS(nn.Module):
 
         Parameters
         ----------
-        support_images : Tensor of shape (n, 3, h, w)
-            In [-1, 1].
+        support_images : Tensor of shape (n, 3, h, w), or iterable of such batches of it
+            In [-1, 1]. An auto-regressive generator iterates over them twice.
         batch_size : int, optional
-            Process at most this many images at a time, to bound memory.
+            Process at most this many images of a tensor at a time, to bound memory.
         support_labels : int64 Tensor of shape (n,), optional
             Required by a transductive task encoder, otherwise ignored.
         query_images : Tensor of shape (m, 3, h, w), optional
@@ -283,7 +292,7 @@ class SimpleCNAPS(nn.Module):
         z = self.task_representation(
             support_images, batch_size, support_labels=support_labels, query_images=query_images
         )
-        return self.film_generator(z, support_images, self.feature_extractor, batch_size)
+        return self.film_generator(z, in_batches(support_images, batch_size), self.feature_extractor)
 
     def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
         """Logits of one episode, differentiable with respect to every trained parameter.
@@ -400,7 +409,7 @@ class SimpleCNAPS(nn.Module):
     @torch.no_grad()
     def adapted_network(
         self,
-        support_images: Tensor,
+        support_images: Tensor | Iterable[Tensor],
         support_labels: Tensor,
         *,
         query_images: Tensor | None = None,
@@ -408,18 +417,23 @@ class SimpleCNAPS(nn.Module):
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
     ) -> AdaptedNetwork:
-        """Adapt the feature extractor alone; parameters as of :meth:`adapt`."""
-        check_episode(support_images, support_labels)
+        """Adapt the feature extractor alone; parameters as of :meth:`adapt`.
+
+        The support images may come as an iterable of batches (b, 3, h, w), which is iterated over once (twice for an
+        auto-regressive generator, not at all without adaptation). No batch is kept, but what the set encoder reads.
+        """
+        if isinstance(support_images, Tensor):
+            check_episode(support_images, support_labels)
         film = None
         if not self.is_transductive:
             query_images = None
         if adapt:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
                 film = self.film_parameters(
-                    channels_last(support_images.to(self.device)),
+                    SupportBatches(support_images, batch_size, self.device, dtype),
                     batch_size,
                     support_labels=support_labels.to(self.device),
-                    query_images=None if query_images is None else channels_last(query_images.to(self.device)),
+                    query_images=None if query_images is None else query_images.to(self.device),
                 )
         return self.with_film(film, dtype)
 

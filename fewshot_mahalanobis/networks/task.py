@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.set_encoder import in_batches
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 #: Pixels at a time: larger CPU batches make every layer allocate fresh, zeroed pages.
@@ -115,6 +118,28 @@ class AdaptedTask:
 def channels_last(images: Tensor) -> Tensor:
     """Images (n, c, h, w) in the memory layout in which convolutions are fastest."""
     return images.contiguous(memory_format=torch.channels_last)
+
+
+class SupportBatches:
+    """A support set as batches for a network, channels_last, any number of times.
+
+    Parameters
+    ----------
+    images : Tensor of shape (n, 3, h, w), or iterable of such batches of it
+        Batches are iterated over anew each time.
+    size : int
+        Most images of a batch.
+    device : torch.device
+    dtype : torch.dtype
+    """
+
+    def __init__(self, images: Tensor | Iterable[Tensor], size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.images, self.size, self.device, self.dtype = images, size, device, dtype
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for images in in_batches(self.images, self.size):
+            for batch in images.split(self.size):
+                yield channels_last(batch.to(self.device, self.dtype))
 
 
 def check_episode(support_images: Tensor, support_labels: Tensor) -> None:

@@ -5,6 +5,8 @@ Bateni, Barber, van de Meent & Wood, "Enhancing Few-Shot Image Classification wi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,11 @@ class TransductiveSetEncoder(SetEncoder):
         self.lstm = nn.LSTM(TASK_FEATURES, TASK_FEATURES, num_layers=2)
 
     def forward(  # type: ignore[override]
-        self, support_images: Tensor, support_labels: Tensor, query_images: Tensor | None, batch_size: int | None = None
+        self,
+        support_images: Tensor | Iterable[Tensor],
+        support_labels: Tensor,
+        query_images: Tensor | None,
+        batch_size: int | None = None,
     ) -> Tensor:
         """Encode a task. Without queries the support set stands for them."""
         support = self.encodings(support_images, batch_size)

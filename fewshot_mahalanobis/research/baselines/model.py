@@ -20,7 +20,7 @@ from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import FilmGenerator
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
-from fewshot_mahalanobis.networks.set_encoder import SetEncoder
+from fewshot_mahalanobis.networks.set_encoder import SetEncoder, in_batches
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last, check_episode
 from fewshot_mahalanobis.research.baselines import METHODS
 from fewshot_mahalanobis.research.baselines.gidaris import Gidaris
@@ -204,7 +204,7 @@ class Baseline(nn.Module):
         if self.set_encoder is None or self.film_generator is None:
             return None
         z = self.set_encoder(support_images, batch_size)
-        return self.film_generator(z, support_images, self.feature_extractor, batch_size)
+        return self.film_generator(z, in_batches(support_images, batch_size), self.feature_extractor)
 
     def with_film(self, film: Film | None = None, dtype: torch.dtype = torch.float32) -> AdaptedNetwork:
         """Return the network with given FiLM parameters (None: without), for inference."""
