@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
 from torch import nn
 
-from fewshot_mahalanobis.checkpoints.card import write_repository
+from fewshot_mahalanobis.checkpoints.card import SIDE, write_repository
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, read_classifier, write_classifier
 from fewshot_mahalanobis.checkpoints.export import write_onnx, write_program
 from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
@@ -28,6 +28,7 @@ from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.checkpoints.web_page import write_web_page
 from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.same_picture import same_pictures, small_pictures
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -44,8 +45,16 @@ from fewshot_mahalanobis.support_set.copies import (
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
-from fewshot_mahalanobis.support_set.labels import checked_labels, joined_labels, label_kind
+from fewshot_mahalanobis.support_set.labels import (
+    allowed_classes,
+    check_allowed,
+    checked_labels,
+    joined_labels,
+    label_kind,
+)
+from fewshot_mahalanobis.support_set.summary import SupportSummary
 from fewshot_mahalanobis.support_set.unknown import output_labels
+from fewshot_mahalanobis.support_set.warn import warn_caller
 
 
 class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, TransformerMixin, BaseEstimator):
@@ -208,20 +217,31 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         """
         if y is None and (pairs := labelled_pairs(X)) is not None:
             X, y = pairs
+        return self._fit(X, y, groups, None)
+
+    def _fit(
+        self, X: Any, y: ArrayLike | None, groups: Iterable[Any] | None, allowed: NDArray[Any] | None
+    ) -> SimpleCNAPSClassifier:
         device = choose_device(self.device)
         check_precision(self.precision)
-        model = self.checkpoint if isinstance(self.checkpoint, SimpleCNAPS) else load_checkpoint(self.checkpoint)
+        model = self._pretrained()
         if self.image_size is not None:
             model = model.at_size(self.image_size)
         if model.training or model.device != device:  # otherwise it is shared: nothing here changes a model
             model = copy.deepcopy(model).eval().to(device)
         dtype = choose_dtype(self.precision, model)
         head = model.head_named(self.head)
-        batches = self._batches(X, model.image_size, device, "fit")
+        batches = self.image_batches(X, model.image_size, progress="fit")
+        # On a CPU the network has all cores, and all of its threads would wait for the one whose core decodes.
+        batches.ahead = device.type != "cpu"
         labels, names = checked_labels(y, batches.n_images), checked_groups(groups, batches.n_images)
+        check_allowed(labels, allowed)
         classes, codes = np.unique(labels, return_inverse=True)
-        if len(classes) < 2:
-            raise ValueError(f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}")
+        if len(classes) < 2 and (allowed is None or len(allowed) < 2):
+            raise ValueError(
+                f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}. A stream that "
+                "begins with one class names all of them: partial_fit(X, y, classes=...)"
+            )
         output_labels(classes, self.unknown_label)  # checked, like the next line, before the network runs
         check_settings(self.temperature, self.false_rejection_rate)
 
@@ -237,21 +257,49 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         warn_of_copies(fitted_head.groups, names)
         warn_of_contradictions(copies, labels, batches.name)
         task = AdaptedTask(network, fitted_head, unadapted)
-        self._set(device_=device, model_=model, precision_=self.precision, task_=task, _pictures=pictures)
+        self._set(
+            device_=device,
+            model_=model,
+            precision_=self.precision,
+            task_=task,
+            _allowed=allowed,
+            _pictures=pictures,
+            _support_names=batches.names(),
+        )
         return self
 
-    def partial_fit(self, X: Any, y: ArrayLike, groups: Iterable[Any] | None = None) -> SimpleCNAPSClassifier:
+    def _pretrained(self) -> SimpleCNAPS:
+        if isinstance(self.checkpoint, SimpleCNAPS):
+            return self.checkpoint
+        if isinstance(self.checkpoint, nn.Module):
+            raise ValueError(
+                f"checkpoint is a {type(self.checkpoint).__name__}, a network without a head: make the checkpoint with "
+                "SimpleCNAPS.from_backbone(network, image_size=..., mean=..., std=...)"
+            )
+        return load_checkpoint(self.checkpoint)
+
+    def partial_fit(
+        self,
+        X: Any,
+        y: ArrayLike,
+        classes: ArrayLike | None = None,
+        groups: Iterable[Any] | None = None,
+    ) -> SimpleCNAPSClassifier:
         """Add support images of known or new classes.
 
         The network stays adapted as by the first ``fit``; the result is that of one fit to all support images so far
         under that adaptation. ``classes_`` stays sorted, so columns of the logits may move. Before ``fit`` this is
-        ``fit``.
+        ``fit``, so let the first images show what the task is like.
 
         Parameters
         ----------
-        X : collection of n images
+        X : collection of n images, or Features
+            Or what :meth:`features` returned for them.
         y : array-like of shape (n,)
             Labels, of the type given to ``fit``.
+        classes : array-like, optional
+            Every label that may ever occur, remembered by later calls but not in a saved file; ``classes_`` holds those
+            that have occurred. If no call names them, any label may occur, and the first call needs two classes.
         groups : sequence of n strings or numbers, optional
             As for ``fit``; equal groups of different calls are one. Without them new images are compared with all
             images so far; after :meth:`load`, copies of earlier images are recognised only if they are the same again.
@@ -259,21 +307,26 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         Raises
         ------
         ValueError
-            As ``fit``, or a label is of another type than before. The fitted state is kept.
+            As ``fit``; a label is of another type than before or none of ``classes``, or these are not those of an
+            earlier call. The fitted state is kept.
         """
+        allowed = allowed_classes(classes, getattr(self, "_allowed", None))
         if not hasattr(self, "task_"):
-            return self.fit(X, y, groups)
+            return self._fit(X, y, groups, allowed)
         before = self.fitted_head_
-        batches = self._query_batches(X, "partial_fit")
-        labels = checked_labels(y, batches.n_images)
-        names = before.group_names + checked_groups(groups, batches.n_images)
+        batches = None if isinstance(X, Features) else self._query_batches(X, "partial_fit")
+        n = len(X.adapted) if batches is None else batches.n_images
+        labels = checked_labels(y, n)
+        names = before.group_names + checked_groups(groups, n)
         kind, known = label_kind(labels.tolist()[0]), label_kind(before.classes.tolist()[0])
         if kind != known:
             raise ValueError(
                 f"label {labels.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
             )
-        classes, codes = np.unique(joined_labels(before.support_labels, labels), return_inverse=True)
-        output_labels(classes, self.unknown_label)  # checked before the network runs
+        every = joined_labels(before.support_labels, labels)
+        check_allowed(every, allowed)
+        known_classes, codes = np.unique(every, return_inverse=True)
+        output_labels(known_classes, self.unknown_label)  # checked before the network runs
 
         network, unadapted, old = self.task_.network, self.task_.unadapted, before.support
         if self.unknown_label is None:
@@ -285,30 +338,47 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
                 stacklevel=2,
             )
         added = list[torch.Tensor]()
-        new = _features(_with_pictures(batches, added), network, unadapted, batches.batch_size)
+        if batches is None:
+            new = [self._own(X)._replace(unadapted=None) if unadapted is None else self._own(X)]
+        else:
+            new = [*_features(_with_pictures(batches, added), network, unadapted, batches.batch_size)]
         support = Features.joined([old, *new])
-        pictures, copies = self._copies(torch.cat(added), support.adapted)
-        fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), classes, names, copies)
+        pictures, copies = self._copies(torch.cat(added) if added else None, support.adapted)
+        fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), known_classes, names, copies)
         warn_of_copies(fitted_head.groups, names, copies_found(before.groups, before.group_names))
-        n = len(before.labels)
-        warn_of_contradictions(
-            copies, fitted_head.support_labels, lambda i: batches.name(i - n) if i >= n else f"earlier image {i}", n
+        earlier = len(before.labels)
+
+        def name(index: int) -> str:
+            if index < earlier:
+                return f"earlier image {index}"
+            return f"image {index - earlier}" if batches is None else batches.name(index - earlier)
+
+        warn_of_contradictions(copies, fitted_head.support_labels, name, earlier)
+        self._set(
+            task_=AdaptedTask(network, fitted_head, unadapted),
+            _allowed=allowed,
+            _pictures=pictures,
+            _support_names=getattr(self, "_support_names", [None] * earlier)
+            + ([None] * n if batches is None else batches.names()),
         )
-        self._set(task_=AdaptedTask(network, fitted_head, unadapted), _pictures=pictures)
         return self
 
-    def _copies(self, added: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor | None, NDArray[np.int64]]:
+    def _copies(
+        self, added: torch.Tensor | None, features: torch.Tensor
+    ) -> tuple[torch.Tensor | None, NDArray[np.int64]]:
         """Small pictures of all images, the last of them ``added``, and the pairs of copies by all features (n, d).
 
-        A classifier that was loaded or unpickled has no pictures of earlier images. Of those it knows the groups, and
-        recognises a new image that has the same features.
+        A classifier that was loaded or unpickled has no pictures of earlier images, and one that was given features has
+        none of those. Of such it knows the groups, and recognises a new image that has the same features.
         """
-        if self._pictures is not None:
+        if self._pictures is not None and added is not None:
             pictures = torch.cat([self._pictures, added])
             return pictures, same_pictures(pictures, features)
-        n, groups = len(features) - len(added), self.fitted_head_.groups
+        n, groups = len(self.fitted_head_.labels), self.fitted_head_.groups
         known = [equal_rows(features)] if groups is None else [equal_rows(features), chained(groups)]
-        return None, np.concatenate([*known, same_pictures(added, features[n:]) + n])
+        if added is not None:
+            known.append(same_pictures(added, features[n:]) + n)
+        return None, np.concatenate(known)
 
     def _fitted(
         self,
@@ -351,25 +421,59 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         check_is_fitted(self)
         return torch.cat([features.adapted for features in self._query_features(X, "transform")]).cpu().numpy()
 
+    def features(self, X: Any) -> Features:
+        """Features of m images, which ``predict`` and its like and ``partial_fit`` take in place of the images.
+
+        They hold for as long as the network stays adapted as it is: until the next ``fit``.
+        """
+        check_is_fitted(self)
+        return Features.joined([*self._query_features(X, "features", for_outliers=True)])
+
+    def image_batches(
+        self,
+        X: Any,
+        size: int | None = None,
+        *,
+        on_error: Callable[[ImageError], object] | None = None,
+        progress: str | None = None,
+    ) -> ImageBatches:
+        """Images as this classifier reads them, by its ``value_range``: squares of its size, or of another."""
+        return ImageBatches(
+            X,
+            self.model_.image_size if size is None else size,
+            batch_size=self.batch_size,
+            n_jobs=self.n_jobs,
+            on_error=on_error,
+            value_range=self.value_range,
+            progress=progress if self.verbose else None,
+        )
+
+    def summary(self) -> SupportSummary:
+        """Examples a class, leave-one-out accuracy, confusions, and support images that look wrong; ``print`` it.
+
+        Images that came as files are called by their paths, until the classifier is saved or pickled.
+        """
+        return replace(super().summary(), names=getattr(self, "_support_names", None))
+
     def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
+        if isinstance(X, Features):
+            return iter([self._own(X)])
         batches = self._query_batches(X, method)
         unadapted = self.task_.unadapted if for_outliers else None
         return _features(batches, self.task_.network, unadapted, batches.batch_size)
 
-    def _query_batches(self, X: Any, name: str) -> ImageBatches:
-        return self._batches(X, self.model_.image_size, self.device_, name)
+    def _own(self, features: Features) -> Features:
+        """Features that this classifier's network computed, on its device."""
+        own = self.fitted_head_.support
+        known = features.unadapted is not None or own.unadapted is None
+        if features.adapted.shape[1:] != own.adapted.shape[1:] or not known:
+            raise ValueError("these features are of another classifier: compute them by the features() of this one")
+        return features.to(self.device_)
 
-    def _batches(self, X: Any, size: int, device: torch.device, name: str) -> ImageBatches:
-        return ImageBatches(
-            X,
-            size,
-            batch_size=self.batch_size,
-            n_jobs=self.n_jobs,
-            # On a CPU the network has all cores, and all of its threads would wait for the one whose core decodes.
-            ahead=device.type != "cpu",
-            value_range=self.value_range,
-            progress=name if self.verbose else None,
-        )
+    def _query_batches(self, X: Any, name: str) -> ImageBatches:
+        batches = self.image_batches(X, progress=name)
+        batches.ahead = self.device_.type != "cpu"
+        return batches
 
     @property
     def _n_features_out(self) -> int:  # for the names that set_output and get_feature_names_out give
@@ -392,6 +496,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         An existing file is replaced, whole or not at all. ValueError if ``head`` is a ``LinearHead`` or of a class of
         your own (pickling keeps any head), OSError if the file cannot be written.
         """
+        self._check_settings_are_fitted()
         write_classifier(self._state(), path)
 
     @classmethod
@@ -452,10 +557,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             ``head`` cannot be saved (see :meth:`save`), or a thumbnail or its label cannot be used; UploadError if the
             repository cannot be written, which then is what it was.
         """
-        check_is_fitted(self)
+        self._check_settings_are_fitted()
         if thumbnails is not None:
-            images, labels = thumbnails
-            thumbnails = images, checked_labels(labels, ImageBatches(images, 1, value_range=self.value_range).n_images)
+            images = self.image_batches(thumbnails[0], SIDE)
+            thumbnails = images, checked_labels(thumbnails[1], images.n_images)
         with tempfile.TemporaryDirectory() as folder:
             write_repository(Path(folder), repo_id, self._state(), self.summary(), thumbnails)
             return upload(Path(folder), repo_id, private=private, token=token, message="Push fitted classifier")
@@ -505,7 +610,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             The head is of a class of your own without ``export``, or has too many numbers for a file (a matrix for each
             class, with as many rows as support images).
         """
-        check_is_fitted(self)
+        self._check_settings_are_fitted()
         write_onnx(self.model_, self.task_, path, pixels=pixels)
 
     def export_program(self, path: str | os.PathLike[str], *, pixels: bool = False) -> None:
@@ -520,7 +625,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         pixels : bool, default=False
             As for :meth:`export_onnx`.
         """
-        check_is_fitted(self)
+        self._check_settings_are_fitted()
         write_program(self.model_, self.task_, path, pixels=pixels)
 
     def export_page(
@@ -559,9 +664,30 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         ImportError
             The packages of the extra ``onnx`` are absent.
         """
-        check_is_fitted(self)
+        self._check_settings_are_fitted()
         pictures = None if support is None else self._query_batches(support, "export_page")
         write_web_page(folder, self.model_, self.task_, title=title, support=pictures, runtime=runtime)
+
+    def _check_settings_are_fitted(self) -> None:
+        """Warn of what was set after ``fit`` and is not in force, before a file is written."""
+        check_is_fitted(self)
+        fitted = {"unknown_label": self.fitted_head_.unknown_label}
+        if self.temperature != "auto":
+            fitted["temperature"] = self.fitted_head_.temperature
+        late = {name: value for name, value in fitted.items() if getattr(self, name) != value}
+        if late:
+            now = ", ".join(f"{name}={getattr(self, name)!r}" for name in late)
+            then = ", ".join(f"{name}={value!r}" for name, value in late.items())
+            warn_caller(
+                f"{now} was set after fit and is not in force: what is written has {then}. Call fit, or partial_fit "
+                "with more images, to apply it"
+            )
+
+    def __copy__(self) -> SimpleCNAPSClassifier:
+        """A classifier of its own, which shares the network: nothing changes that."""
+        other = type(self).__new__(type(self))
+        other._set(**self.__dict__)
+        return other
 
     # One state for files and for pickles: the constructor arguments, the model, and what was fitted.
 
@@ -591,6 +717,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             film = self.task_.network.film
             film = None if film is None else film.to(torch.device("cpu"))
             state["task_"] = ClassifierState({}, state["model_"], film, self.precision_, self.fitted_head_)
+            state.pop("_support_names", None)  # paths of this machine
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

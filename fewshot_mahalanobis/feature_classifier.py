@@ -25,7 +25,7 @@ from fewshot_mahalanobis.support_set.copies import (
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
-from fewshot_mahalanobis.support_set.labels import joined_labels, label_array
+from fewshot_mahalanobis.support_set.labels import allowed_classes, check_allowed, joined_labels, label_array
 
 
 class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
@@ -169,20 +169,14 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         features, labels = validate_data(fresh, X, label_array(y), dtype=np.float64, reset=first)
         check_classification_targets(labels)
         names = checked_groups(groups, len(labels))
-        allowed = None if first else self._allowed
-        if classes is not None:
-            named = unique_labels(label_array(classes))
-            if allowed is not None and named.tolist() != allowed.tolist():
-                raise ValueError(f"classes are {named.tolist()}, but an earlier partial_fit named {allowed.tolist()}")
-            allowed = named
+        allowed = allowed_classes(classes, None if first else self._allowed)
         before = None if first else self.fitted_head_
         if before is not None:
             unique_labels(before.support_labels, labels)  # raises where strings would meet numbers
             features = np.concatenate([before.support.adapted.numpy(), features])
             labels = joined_labels(before.support_labels, labels)
             names = before.group_names + names
-        if allowed is not None and (unknown := {*labels.tolist()} - {*allowed.tolist()}):
-            raise ValueError(f"label {min(unknown)!r} is not among the classes {allowed.tolist()}")
+        check_allowed(labels, allowed)
         return self._become(fresh, features, labels, names, before, allowed)
 
     def _become(

@@ -103,20 +103,9 @@ def plot_task(
         predicted, probabilities = said.labels, said.probabilities
     else:
         predicted, probabilities = classifier.predict(query_images), classifier.predict_proba(query_images)
-    support, queries = (support_images, support_labels), (query_images, predicted if shown is None else shown)
-    return draw_task(classifier.classes_.tolist(), support, queries, predicted, probabilities.max(axis=1), figure)
-
-
-def draw_task(
-    classes: list[Any],
-    support: tuple[Any, NDArray[Any]],
-    queries: tuple[Any, NDArray[Any]],
-    predicted: NDArray[Any],
-    probabilities: NDArray[np.float64],
-    figure: Figure | None = None,
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """As :func:`plot_task`; ``support`` and ``queries`` are (images, labels of the rows that they are drawn in)."""
-    (support_images, support_labels), (query_images, shown) = support, queries
+    shown = predicted if shown is None else shown
+    probabilities = probabilities.max(axis=1)
+    classes = classifier.classes_.tolist()
     rows = [*classes, *sorted({*shown.tolist()} - {*classes})]
     support_rows = [np.flatnonzero(support_labels == label) for label in rows]
     query_rows = [np.flatnonzero(shown == label) for label in rows]
@@ -137,8 +126,8 @@ def draw_task(
     right.suptitle("queries", y=1 - 0.08 / height, va="top", fontsize=11)
 
     for axes, indices_of_row, images in (
-        (support_axes, support_rows, _thumbnails(support_images)),
-        (query_axes, query_rows, _thumbnails(query_images)),
+        (support_axes, support_rows, _thumbnails(classifier, support_images)),
+        (query_axes, query_rows, _thumbnails(classifier, query_images)),
     ):
         for row, indices in zip(axes, indices_of_row, strict=True):
             for axis in row[len(indices) :]:
@@ -193,7 +182,7 @@ def plot_support_influence(
     ValueError
         The number of support images is not that of the fit, or every class has one only.
     """
-    images, fitted = _thumbnails(support_images), classifier.fitted_head_
+    images, fitted = _thumbnails(classifier, support_images), classifier.fitted_head_
     if len(images) != len(fitted.labels):
         raise ValueError(f"the classifier was fitted to {len(fitted.labels)} images, but {len(images)} are given")
     said = classifier.predict_all([query_image])
@@ -212,7 +201,7 @@ def plot_support_influence(
     figure.subplots_adjust(left=0.02, right=0.98, top=0.84, bottom=0.03, hspace=0.32, wspace=0.1)
     for axis in axes.flat:
         axis.set_visible(False)
-    _show(axes[0, 0], _thumbnails([query_image])[0])
+    _show(axes[0, 0], _thumbnails(classifier, [query_image])[0])
     axes[0, 0].set_title(f"{classifier.classes_[probabilities.argmax()]} ({probabilities.max():.0%})", fontsize=9)
     for row, indices, colour in zip(axes[:, 1:], rows, ("black", _WRONG), strict=True):
         for axis, index in zip(row, indices):
@@ -547,13 +536,14 @@ def _labels_of(labels: ArrayLike, images: Any, what: str) -> NDArray[Any]:
     return values
 
 
-def _thumbnails(images: Any) -> NDArray[np.float32]:
-    """Images of any kind as float32 (n, 84, 84, 3) in [0, 1]."""
-    batches = ImageBatches(images, THUMBNAIL)
-    return np.concatenate([((batch + 1) / 2).permute(0, 2, 3, 1).numpy() for batch in batches])
+def _thumbnails(classifier: Any, images: Any) -> NDArray[np.uint8]:
+    """Images of any kind (n, 84, 84, 3), as the classifier reads them."""
+    own = isinstance(classifier, SimpleCNAPSClassifier)
+    batches = classifier.image_batches(images, THUMBNAIL) if own else ImageBatches(images, THUMBNAIL)
+    return np.concatenate([batch.pixels for batch in batches.decoded()])
 
 
-def _show(axis: Axes, image: NDArray[np.float32]) -> None:
+def _show(axis: Axes, image: NDArray[np.uint8]) -> None:
     axis.imshow(image)
     axis.set_xticks([])
     axis.set_yticks([])

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import copy
+import io
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from fewshot_mahalanobis.apps.example import photographs
 from fewshot_mahalanobis.apps.review import most_useful
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
-from fewshot_mahalanobis.images.picture import to_square_array
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.labels import folded
 from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 
-__all__ = ["UNKNOWN", "Answer", "Bench", "Neighbour"]
+__all__ = ["UNKNOWN", "Answer", "Bench", "Neighbour", "Picture"]
 
 #: The label of pictures that belong to no class.
 UNKNOWN = "unknown"
@@ -29,6 +34,23 @@ UNKNOWN = "unknown"
 _FALSE_REJECTION_RATE = 0.05
 #: Support images that are shown beside an answer, nearest first.
 _NEIGHBOURS = 6
+#: Side of a thumbnail, in pixels.
+_THUMBNAIL = 112
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture as it was read once."""
+
+    pixels: NDArray[np.uint8]  # (s, s, 3), as the network reads it
+    features: Features | None  # one row, by a network that stays as it is; None if every fit adapts it anew
+
+    @cached_property
+    def thumbnail(self) -> bytes:
+        """A JPEG file."""
+        file = io.BytesIO()
+        Image.fromarray(self.pixels).resize((_THUMBNAIL, _THUMBNAIL)).save(file, "JPEG", quality=80)
+        return file.getvalue()
 
 
 class Neighbour(NamedTuple):
@@ -36,7 +58,7 @@ class Neighbour(NamedTuple):
 
     label: str
     distance: float  # Euclidean, between adapted features
-    picture: NDArray[np.uint8] | None  # (s, s, 3); None where it came with a model file, which keeps no pictures
+    picture: Picture | None  # None where it came with a model file, which keeps no pictures
 
 
 class Answer(NamedTuple):
@@ -45,12 +67,15 @@ class Answer(NamedTuple):
     label: str  # the most probable class, whether or not the picture is of one
     unknown: bool  # always False where no class has two pictures: the threshold is found by leaving one out
     probabilities: dict[str, float]
-    picture: NDArray[np.uint8]  # (s, s, 3), as the network reads it
-    neighbours: list[Neighbour]
+    picture: Picture
+    features: NDArray[np.floating]  # (d,)
 
 
 class Bench:
     """Classes that grow by pictures, and the classifier of them, fitted anew after every change.
+
+    Every picture is read once. If the network stays as it is, it goes through the network once too, and a change costs
+    what the head does.
 
     Parameters
     ----------
@@ -64,11 +89,11 @@ class Bench:
     ----------
     classifier : SimpleCNAPSClassifier or None
         None as long as there are fewer than two classes.
-    images : list of uint8 ndarray of shape (s, s, 3)
-        The pictures that were added, as the network reads them.
+    images : list of Picture
+        The pictures that were added.
     names : list of str
         Their classes.
-    queries : list of uint8 ndarray of shape (s, s, 3)
+    queries : list of Picture
         The pictures to classify.
     answers : list of Answer
         One for each query; empty as long as there is no classifier.
@@ -79,14 +104,13 @@ class Bench:
     def __init__(self, start: SimpleCNAPS | SimpleCNAPSClassifier, device: str = "auto") -> None:
         self.start = start
         self.device = device
-        self.images: list[NDArray[np.uint8]] = []
+        self.images: list[Picture] = []
         self.names: list[str] = []
-        self.queries: list[NDArray[np.uint8]] = []
+        self.queries: list[Picture] = []
         self.answers: list[Answer] = []
         self.classifier = start if isinstance(start, SimpleCNAPSClassifier) else None
         self.curve = _curve(self.classifier)
-        self._passed: set[int] = set()  # ids of queries that the user does not want to label
-        self._usefulness: list[int] = []  # indices of queries, most useful first
+        self._passed: set[Picture] = set()  # queries that the user does not want to label
         self._folder = tempfile.TemporaryDirectory(prefix="fewshot-app-")
 
     @property
@@ -122,7 +146,8 @@ class Bench:
         Raises
         ------
         ValueError
-            The name or the files are missing, or no file can be read. Nothing is added.
+            The name or the files are missing, the name looks like that of another class, or no file can be read.
+            Nothing is added.
         """
         name = self._checked_name(name)
         if not files:
@@ -139,7 +164,7 @@ class Bench:
         """Remove one of ``images``."""
         self._keep([other != index for other in range(len(self.images))])
 
-    def pictures(self) -> list[tuple[int, NDArray[np.uint8], str]]:
+    def pictures(self) -> list[tuple[int, Picture, str]]:
         """The pictures that were added, class by class: index in ``images``, picture, class."""
         order = sorted(range(len(self.names)), key=self.names.__getitem__)
         return [(index, self.images[index], self.names[index]) for index in order]
@@ -147,41 +172,58 @@ class Bench:
     def add_example(self) -> None:
         """Add three classes, pieces of two photographs, and ask about seven more pieces."""
         example = photographs()
-        self.queries += [to_square_array(picture, self.image_size) for picture in [*example.queries, example.sky]]
-        support = [to_square_array(picture, self.image_size) for picture in example.support]
+        pictures = self._pictures(ImageBatches([*example.support, *example.queries, example.sky], self.image_size))
+        support, queries = pictures[: len(example.support)], pictures[len(example.support) :]
+        self.queries += queries
         self._become(self.images + support, self.names + example.labels)
 
     def _checked_name(self, name: str) -> str:
         name = name.strip()
         if not name:
             raise ValueError("Give the class a name first.")
-        if name == UNKNOWN:
+        if folded(name) == UNKNOWN:
             raise ValueError(f"“{UNKNOWN}” is the answer for pictures of no class: choose another name.")
+        alike = [other for other in self.counts() if folded(other) == folded(name)]
+        if alike and name not in alike:
+            raise ValueError(f"There is a class “{alike[0]}”: write it like that, or choose another name.")
         return name
 
-    def _read(self, files: Sequence[str]) -> tuple[list[NDArray[np.uint8]], dict[str, str]]:
+    def _read(self, files: Sequence[str]) -> tuple[list[Picture], dict[str, str]]:
         """Pictures, and what is wrong with files that are none; ValueError if all are."""
         if not files:
             return [], {}
         files, errors = [*dict.fromkeys(files)], list[ImageError]()
-        batches = ImageBatches(files, self.image_size, on_error=errors.append)
-        pictures = [picture for batch in batches.decoded() for picture in batch.pixels]
+        if isinstance(self.start, SimpleCNAPSClassifier):
+            batches = self.start.image_batches(files, on_error=errors.append)
+        else:
+            batches = ImageBatches(files, self.image_size, on_error=errors.append)
+        pictures = self._pictures(batches)
         problems = {Path(files[error.index]).name: error.reason for error in errors if error.index is not None}
         if not pictures:
             raise ValueError("Nothing was added. " + "; ".join(f"{name}: {why}" for name, why in problems.items()))
         return pictures, problems
 
+    def _pictures(self, batches: ImageBatches) -> list[Picture]:
+        """Read pictures, and see them by a network that stays as it is."""
+        pictures: list[Picture] = []
+        for batch in batches.decoded():
+            rows: Iterable[Features | None] = [None] * len(batch.indices)
+            if isinstance(self.start, SimpleCNAPSClassifier):
+                rows = self.start.features(batch).rows()
+            pictures += [Picture(pixels, row) for pixels, row in zip(batch.pixels, rows, strict=True)]
+        return pictures
+
     def _keep(self, kept: Sequence[bool]) -> None:
         pairs = [pair for pair, keep in zip(zip(self.images, self.names, strict=True), kept, strict=True) if keep]
         self._become([image for image, _ in pairs], [name for _, name in pairs])
 
-    def _become(self, images: list[NDArray[np.uint8]], names: list[str]) -> None:
+    def _become(self, images: list[Picture], names: list[str]) -> None:
         """Fit to other pictures and answer the queries anew; after an error all is as before."""
         if isinstance(self.start, SimpleCNAPSClassifier):
             classifier = self.start
             if images:
                 labels = _labels_like(self.start.classes_, names)
-                classifier = copy.deepcopy(self.start).partial_fit(images, labels)
+                classifier = copy.copy(self.start).partial_fit(_seen(images), labels)
         elif len(set(names)) < 2:
             classifier = None
         else:
@@ -192,7 +234,7 @@ class Bench:
                 rate = max(_FALSE_REJECTION_RATE, 1 / (paired + 1))
                 rejection = {"unknown_label": UNKNOWN, "false_rejection_rate": rate}
             classifier = SimpleCNAPSClassifier(self.start, device=self.device, **rejection)
-            classifier.fit(images, names)
+            classifier.fit(_seen(images), names)
         curve = _curve(classifier)
         self.classifier, self.curve, self.images, self.names = classifier, curve, images, names
         self._answer()
@@ -220,50 +262,45 @@ class Bench:
     def take_queries(self, other: Bench) -> None:
         """Start with the queries and answers of another bench with the same ``start``."""
         self.queries, self.answers = [*other.queries], [*other.answers]
-        self._usefulness = other._usefulness
 
     def forget_queries(self) -> None:
         """Remove all queries."""
-        self.queries, self.answers, self._usefulness = [], [], []
+        self.queries, self.answers = [], []
         self._passed.clear()
 
     def _answer(self) -> None:
         """Answer all queries by the classifier as it is now."""
+        self.answers = []
         if self.classifier is None or not self.queries:
-            self.answers, self._usefulness = [], []
             return
-        predictions = self.classifier.predict_all(self.queries)
+        predictions = self.classifier.predict_all(_seen(self.queries))
         names = [str(label) for label in self.classifier.classes_]
+        rows = predictions.probabilities, predictions.unknown, self.queries, predictions.features
         self.answers = [
-            Answer(
-                names[int(row.argmax())],
-                bool(unknown),
-                dict(zip(names, row.tolist(), strict=True)),
-                picture,
-                self._neighbours(self.classifier, features),
-            )
-            for row, unknown, features, picture in zip(
-                predictions.probabilities, predictions.unknown, predictions.features, self.queries, strict=True
-            )
+            Answer(names[int(row.argmax())], bool(unknown), dict(zip(names, row.tolist(), strict=True)), *rest)
+            for row, unknown, *rest in zip(*rows, strict=True)
         ]
-        self._usefulness = most_useful(predictions.probabilities, predictions.features, len(self.queries)).tolist()
 
-    def _neighbours(self, classifier: SimpleCNAPSClassifier, query: NDArray[np.float32]) -> list[Neighbour]:
-        """Support images whose features are nearest to those of the query (d,)."""
-        support = classifier.fitted_head_.support.adapted.cpu().numpy()
-        distances = np.linalg.norm(support - query, axis=1)
-        labels = classifier.classes_[classifier.fitted_head_.labels.cpu().numpy()]
-        first = len(support) - len(self.images)  # the images of a model file come before
-        return [
-            Neighbour(str(labels[i]), float(distances[i]), self.images[i - first] if i >= first else None)
-            for i in distances.argsort(kind="stable")[:_NEIGHBOURS]
-        ]
+    def neighbours(self, answer: Answer) -> list[Neighbour]:
+        """Support images whose features are nearest to those of a query, nearest first."""
+        assert self.classifier is not None
+        fitted = self.classifier.fitted_head_
+        distances = np.linalg.norm(fitted.support.adapted.cpu().numpy() - answer.features, axis=1)
+        labels, of_file = fitted.support_labels, [None] * (len(distances) - len(self.images))  # which come first
+        pictures: list[Picture | None] = [*of_file, *self.images]
+        nearest = distances.argsort(kind="stable")[:_NEIGHBOURS]
+        return [Neighbour(str(labels[i]), float(distances[i]), pictures[i]) for i in nearest]
 
     # ---------------------------------------------------------------- reviewing
 
     def most_useful_query(self) -> int | None:
         """Index of the query whose label would teach most; None if there is no answer or all were passed over."""
-        return next((index for index in self._usefulness if id(self.queries[index]) not in self._passed), None)
+        if not self.answers:
+            return None
+        probabilities = np.array([[*answer.probabilities.values()] for answer in self.answers])
+        features = np.stack([answer.features for answer in self.answers])
+        order = most_useful(probabilities, features, 1 + len(self._passed))
+        return next((int(index) for index in order if self.queries[index] not in self._passed), None)
 
     def label_query(self, index: int, name: str) -> None:
         """Add a query to a class, a new one or a known one; it is no query any more.
@@ -271,7 +308,7 @@ class Bench:
         Raises
         ------
         ValueError
-            The name is missing. Nothing is changed.
+            The name is missing, or looks like that of another class. Nothing is changed.
         """
         name = self._checked_name(name)
         picture, before = self.queries[index], self.queries
@@ -284,7 +321,7 @@ class Bench:
 
     def pass_over(self, index: int) -> None:
         """Do not offer a query for labelling any more."""
-        self._passed.add(id(self.queries[index]))
+        self._passed.add(self.queries[index])
 
     # ---------------------------------------------------------------- keeping
 
@@ -299,6 +336,14 @@ class Bench:
 
 def _curve(classifier: SimpleCNAPSClassifier | None) -> LearningCurve | None:
     return None if classifier is None else classifier.summary().curve
+
+
+def _seen(pictures: Sequence[Picture]) -> Features | DecodedBatch:
+    """What a classifier takes of pictures: their features, or their squares where the network is adapted anew."""
+    rows = [picture.features for picture in pictures if picture.features is not None]
+    if rows:
+        return Features.joined(rows)
+    return DecodedBatch([*range(len(pictures))], np.stack([picture.pixels for picture in pictures]))
 
 
 def _labels_like(classes: NDArray[Any], names: Sequence[str]) -> list[Any]:

@@ -12,14 +12,13 @@ import base64
 import io
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-from fewshot_mahalanobis.apps.bench import UNKNOWN, Answer, Bench
+from fewshot_mahalanobis.apps.bench import UNKNOWN, Answer, Bench, Neighbour, Picture
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -34,6 +33,10 @@ __all__ = ["make_page", "serve"]
 
 #: Probabilities that are shown of an answer, largest first.
 _BARS = 5
+#: Answers that are shown at a time.
+_SHOWN = 12
+#: One grey pixel, a GIF file.
+_GREY = base64.b64decode("R0lGODlhAQABAIAAAICAgAAAACwAAAAAAQABAAACAkQBADs=")
 _CSS = """
 .gradio-container {max-width: 1100px !important; margin: auto}
 .said {font-size: var(--text-lg); line-height: 1.5; overflow-wrap: anywhere}
@@ -110,7 +113,7 @@ def make_page(
 
     # Uploads and model files older than a day are deleted every hour, and all of them at the end.
     with gr.Blocks(title="Few-shot classifier", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
-        visitor, chosen = gr.State(None), gr.State(None)
+        visitor, chosen, first_shown = gr.State(None), gr.State(None), gr.State(0)
         gr.Markdown(
             "# Few-shot classifier\n"
             "Teach two or more classes by a few pictures each, five are a good start; then drop other pictures and see "
@@ -132,6 +135,9 @@ def make_page(
                 shot = _camera("Camera", "query-camera")
                 problem = gr.HTML(elem_id="problem", padding=False)
                 answers = gr.HTML(elem_id="answers", padding=False)
+                with gr.Row(visible=False, elem_id="turn") as turn:
+                    later = gr.Button("Later pictures", elem_id="later", min_width=100)
+                    earlier = gr.Button("Earlier pictures", elem_id="earlier", min_width=100)
                 clear = gr.Button("Clear the answers", visible=False, elem_id="clear")
         with gr.Column(visible=False, elem_id="review") as review:
             gr.Markdown("## Teach it what it is least sure of")
@@ -161,14 +167,16 @@ def make_page(
                 chosen: None,
                 state: _state(bench, taught_problem),
                 problem: _problem(ask_problem),
-                answers: _answers(bench),
+                answers: _answers(bench, 0),
+                first_shown: 0,
+                turn: gr.Row(visible=len(bench.answers) > _SHOWN),
                 clear: gr.Button(visible=bool(bench.queries)),
                 review: gr.Column(visible=doubtful is not None),
                 doubt: "" if doubtful is None else _doubt(bench.answers[doubtful]),
                 truth: gr.Dropdown(sorted(counts), value=None),
                 taught: gr.Column(visible=bool(counts)),
                 classes: _classes(counts, bench.curve),
-                gallery: gr.Gallery([(picture, label) for _, picture, label in own], visible=bool(own)),
+                gallery: gr.Gallery([(_opened(picture), label) for _, picture, label in own], visible=bool(own)),
                 removal: gr.Row(visible=False),
                 download: gr.DownloadButton(value=path, visible=path is not None),
             }
@@ -198,6 +206,11 @@ def make_page(
             except ValueError as error:
                 return {visitor: bench, query: None, shot: None, problem: _problem(str(error))}
             return {query: None, shot: None, **shown(bench, ask_problem=_left_out(left_out))}
+
+        def on_turn(bench: Bench | None, place: int, by: int) -> dict[Any, Any]:
+            bench = bench_of(bench)
+            place = max(0, min(place + by, (len(bench.answers) - 1) // _SHOWN * _SHOWN))
+            return {answers: _answers(bench, place), first_shown: place}
 
         def on_clear(bench: Bench | None) -> dict[Any, Any]:
             bench = bench_of(bench)
@@ -245,9 +258,11 @@ def make_page(
         # One fit or prediction at a time, whoever asks: the network takes every core.
         at_a_time: dict[str, Any] = {"concurrency_id": "network", "concurrency_limit": 1, "api_visibility": "private"}
         parts = [
-            *(visitor, chosen, name, files, photo, state, query, shot, problem, answers, clear, review, doubt, truth),
-            *(taught, classes, gallery, removal, remove_class, download),
+            *(visitor, chosen, name, files, photo, state, query, shot, problem, answers, first_shown, turn, clear),
+            *(review, doubt, truth, taught, classes, gallery, removal, remove_class, download),
         ]
+        for button, by in ((later, -_SHOWN), (earlier, _SHOWN)):
+            button.click(partial(on_turn, by=by), [visitor, first_shown], [answers, first_shown], **at_a_time)
         gr.on([add.click, name.submit], on_add, [visitor, name, files, photo], parts, **at_a_time)
         example.click(on_example, visitor, parts, **at_a_time)
         query.upload(on_ask, [visitor, query], parts, **at_a_time)
@@ -362,42 +377,49 @@ def _state(bench: Bench, problem: str) -> str:
     return f'{_problem(problem)}<div class="said" role="status">{text}</div>'
 
 
-def _picture(picture: NDArray[np.uint8] | None, label: str) -> str:
+def _opened(picture: Picture) -> Image.Image:
+    return Image.open(io.BytesIO(picture.thumbnail))
+
+
+def _picture(picture: Picture | None, label: str) -> str:
     """An image element; a grey square where there is no picture."""
-    file = io.BytesIO()
-    Image.fromarray(np.full((84, 84, 3), 128, np.uint8) if picture is None else picture).save(file, "JPEG", quality=90)
-    data = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="picture of {escape(label)}" src="data:image/jpeg;base64,{data}">'
+    file, kind = (_GREY, "gif") if picture is None else (picture.thumbnail, "jpeg")
+    data = base64.b64encode(file).decode()
+    return f'<img alt="picture of {escape(label)}" src="data:image/{kind};base64,{data}">'
 
 
-def _pictures(pictures: Iterable[tuple[NDArray[np.uint8] | None, str, str]]) -> str:
-    """A grid of pictures, each with its label and a caption."""
+def _pictures(neighbours: Iterable[Neighbour]) -> str:
+    """A grid of pictures, each with its label and its distance."""
     figures = (
-        f"<figure>{_picture(picture, label)}<figcaption>{escape(caption)}</figcaption></figure>"
-        for picture, label, caption in pictures
+        f"<figure>{_picture(near.picture, near.label)}"
+        f"<figcaption>{escape(near.label)}, {near.distance:.1f}</figcaption></figure>"
+        for near in neighbours
     )
     return f'<div class="pictures">{"".join(figures)}</div>'
 
 
-def _answers(bench: Bench) -> str:
-    """All answers, the last picture first; a single one with its reasons."""
+def _answers(bench: Bench, first: int = 0) -> str:
+    """Some answers from the ``first`` on, the last picture first; a single one with its reasons."""
     if bench.queries and not bench.answers:
-        waiting = "1 picture waits" if len(bench.queries) == 1 else f"{len(bench.queries)} pictures wait"
+        waiting = "1 picture waits" if len(bench.queries) == 1 else f"{len(bench.queries):,} pictures wait"
         return f'<div class="said" role="status">{waiting} until two classes are taught.</div>'
-    return "".join(_answer(answer, len(bench.answers) == 1) for answer in reversed(bench.answers))
+    total = len(bench.answers)
+    shown = bench.answers[::-1][first : first + _SHOWN]
+    place = f'<p class="place">{first + 1:,} to {first + len(shown):,} of {total:,}</p>' if total > _SHOWN else ""
+    return place + "".join(_answer(answer, bench.neighbours(answer), total == 1) for answer in shown)
 
 
-def _answer(answer: Answer, opened: bool) -> str:
+def _answer(answer: Answer, neighbours: list[Neighbour], opened: bool) -> str:
     """One answer; below it, when opened, the probabilities and the nearest pictures."""
     if answer.unknown:
         head, text = UNKNOWN, f"It is unlike the pictures of every class. The nearest class is {escape(answer.label)}."
     else:
         head, text = escape(answer.label), f"{answer.probabilities[answer.label]:.0%} probable"
-    near = ((picture, label, f"{label}, {distance:.1f}") for label, distance, picture in answer.neighbours)
     return (
         f'<details class="answer"{" open" * opened}><summary>{_picture(answer.picture, "what is asked about")}'
         f'<div class="said"><strong>{head}</strong><br>{text}</div></summary>{_bars(answer)}'
-        f'<div class="neighbours">Nearest pictures it learned from, and their distance{_pictures(near)}</div></details>'
+        f'<div class="neighbours">Nearest pictures it learned from, and their distance{_pictures(neighbours)}</div>'
+        "</details>"
     )
 
 

@@ -78,7 +78,7 @@ def write_repository(
     repo_id: str,
     state: ClassifierState,
     summary: SupportSummary,
-    thumbnails: tuple[Any, NDArray[Any]] | None,
+    thumbnails: tuple[ImageBatches, NDArray[Any]] | None,
 ) -> None:
     """Write what goes into the repository ``repo_id``: the classifier, the model card, the thumbnails."""
     strips = {} if thumbnails is None else _write_strips(folder, state.fitted_head.classes, *thumbnails)
@@ -154,15 +154,15 @@ def _accuracy(summary: SupportSummary, adapted: bool) -> str:
     )
 
 
-def _write_strips(folder: Path, classes: NDArray[Any], images: Any, labels: NDArray[Any]) -> dict[int, str]:
+def _write_strips(folder: Path, classes: NDArray[Any], images: ImageBatches, labels: NDArray[Any]) -> dict[int, str]:
     """Write the first images of each class side by side as one JPEG, without what their files say of them."""
     unknown = np.setdiff1d(labels, classes)
     if len(unknown):
         raise ValueError(f"thumbnails have the label {unknown.tolist()[0]!r}, which is none of the classes")
     chosen: dict[int, list[NDArray[np.uint8]]] = {}
     indices = iter(np.searchsorted(classes, labels).tolist())
-    for batch in ImageBatches(images, SIDE):
-        for pixels in ((batch + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy():
+    for batch in images.decoded():
+        for pixels in batch.pixels:
             of_class = chosen.setdefault(next(indices), [])
             if len(of_class) < MAX_THUMBNAILS:
                 of_class.append(pixels)

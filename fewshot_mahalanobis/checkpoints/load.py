@@ -88,7 +88,8 @@ def load_checkpoint(
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(
         f"unknown checkpoint {name_or_path!r}.{suggestion} It must be one of {', '.join(CHECKPOINTS)}, "
-        "an existing local folder, or a Hub repository 'user/repo' or 'user/repo@revision'"
+        "an existing local folder, or a Hub repository 'user/repo' or 'user/repo@revision'. A network of timm is put "
+        "under the head by SimpleCNAPS.from_backbone(name)"
     )
 
 

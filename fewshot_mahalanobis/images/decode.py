@@ -11,6 +11,7 @@ All decoding of the package goes through :func:`decode_batches`: in threads, in 
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -248,6 +249,11 @@ class ImageBatches:
     def name_of(self, index: int) -> str:
         """Name of an image in a message: its path if it has one, else its type."""
         return describe(item_of(self._images, index, Lock()))
+
+    def names(self) -> list[str | None]:
+        """Path of each image that is a file by name; None for others."""
+        images = self._images if isinstance(self._images, list | tuple) else [None] * self.n_images
+        return [os.fsdecode(item) if isinstance(item, str | os.PathLike) else None for item in images]
 
     def several_times(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """Batches to iterate over several times: up to four are decoded once and kept in ``dtype``, more each time."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,6 +125,13 @@ class Backbone(FrozenNetwork):
             network = copy.deepcopy(module).float()
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"the backbone, a {type(module).__name__}, cannot be copied: {error}") from error
+        *_, (name, last) = network.named_modules()
+        if isinstance(last, nn.Linear):
+            warnings.warn(
+                f"the last module of the backbone, {name!r}, is a Linear layer with {last.out_features} outputs. If "
+                f"that is its classification layer, its outputs are poor features: put nn.Identity() in its place",
+                stacklevel=3,
+            )
         return cls.wrap(network, image_size=image_size, mean=mean, std=std, positions=positions)
 
     @classmethod

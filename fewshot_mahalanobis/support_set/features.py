@@ -33,6 +33,12 @@ class Features(NamedTuple):
         """Move to a device."""
         return Features(self.adapted.to(device), None if self.unadapted is None else self.unadapted.to(device))
 
+    def rows(self) -> list[Features]:
+        """Features of each example alone."""
+        adapted = self.adapted.split(1)
+        unadapted = [None] * len(adapted) if self.unadapted is None else self.unadapted.split(1)
+        return [Features(*row) for row in zip(adapted, unadapted, strict=True)]
+
     @classmethod
     def joined(cls, parts: Iterable[Features]) -> Features:
         """Join the features of several sets of examples; all or none have ``unadapted``."""

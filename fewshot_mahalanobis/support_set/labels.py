@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from sklearn.utils.multiclass import unique_labels
 
 from fewshot_mahalanobis.support_set.warn import warn_caller
 
@@ -67,12 +68,36 @@ def joined_labels(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
     return label_array([*first.tolist(), *second.tolist()]) if whole else np.concatenate([first, second])
 
 
+def allowed_classes(classes: ArrayLike | None, before: NDArray[Any] | None) -> NDArray[Any] | None:
+    """Every label that ``partial_fit`` may meet: those of this call or of an earlier one; None if none names them.
+
+    ValueError if the two differ.
+    """
+    if classes is None:
+        return before
+    named: NDArray[Any] = unique_labels(label_array(classes))
+    if before is not None and named.tolist() != before.tolist():
+        raise ValueError(f"classes are {named.tolist()}, but an earlier partial_fit named {before.tolist()}")
+    return named
+
+
+def check_allowed(labels: NDArray[Any], allowed: NDArray[Any] | None) -> None:
+    """ValueError if a label is not among those allowed, if any are named."""
+    if allowed is not None and (unknown := {*labels.tolist()} - {*allowed.tolist()}):
+        raise ValueError(f"label {min(unknown)!r} is not among the classes {allowed.tolist()}")
+
+
+def folded(label: str) -> str:
+    """What labels have in common that differ only in case, white space or the Unicode form of their characters."""
+    return " ".join(unicodedata.normalize("NFKC", label).casefold().split())
+
+
 def warn_of_similar_labels(labels: Iterable[Any]) -> None:
     """Warn if some labels differ only in case, white space or the Unicode form of their characters."""
     alike: dict[str, list[str]] = defaultdict(list)
     for label in labels:
         if isinstance(label, str):
-            alike[" ".join(unicodedata.normalize("NFKC", label).casefold().split())].append(label)
+            alike[folded(label)].append(label)
     groups = [group for group in alike.values() if len(group) > 1]
     if groups:
         named = "; ".join(" and ".join(map(_shown(group), group)) for group in groups)

@@ -101,6 +101,8 @@ class SupportSummary:
         Accuracy with fewer examples a class, and what more would bring; None if no class has two.
     noun : str
         What the text calls an example: "image" where they are images.
+    names : sequence of n, optional
+        Paths of the support images, where they are known.
     """
 
     counts: dict[Any, int]
@@ -111,6 +113,7 @@ class SupportSummary:
     groups: list[list[int]] = field(default_factory=list)
     curve: LearningCurve | None = None
     noun: str = "example"
+    names: Sequence[str | None] | None = None
 
     @property
     def copies(self) -> int:
@@ -131,8 +134,9 @@ class SupportSummary:
         Parameters
         ----------
         names : sequence of n, optional
-            What to call the support examples, such as the paths of images; by default "image 0", "image 1"...
+            What to call the support examples; by default the paths of images, or "image 0", "image 1"... without one.
         """
+        names = self.names if names is None else names
         total = sum(self.counts.values())
         lines = [f"{total} support {self.noun}s of {len(self.counts)} classes"]
         lines += [f"  {label}: {number}" for label, number in self.counts.items()]
@@ -168,7 +172,7 @@ class SupportSummary:
         return "\n".join(lines)
 
     def _name(self, index: int, names: Sequence[Any] | None) -> str:
-        return f"{self.noun} {index}" if names is None else str(names[index])
+        return f"{self.noun} {index}" if names is None or names[index] is None else str(names[index])
 
     def _listed(self, group: list[int], names: Sequence[Any] | None) -> str:
         more = f" and {len(group) - MAX_LINES} more" if len(group) > MAX_LINES else ""

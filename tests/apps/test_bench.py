@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.bench import UNKNOWN, Bench
-from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
+from tests.tiny import LABELS, TinyExtractor, pictures, tiny_classifier, tiny_model
 
 
 @pytest.fixture
@@ -60,10 +62,12 @@ def test_neighbours_are_the_nearest_support_images(files: dict[str, list[str]]) 
     assert bench.classifier is not None
     features, (own,) = bench.classifier.transform(paths), bench.classifier.transform([query])
     distances = [float(np.sqrt(((row - own) ** 2).sum())) for row in features]
-    nearest = np.argsort(distances)[: len(answer.neighbours)]
-    assert [n.label for n in answer.neighbours] == [names[i] for i in nearest]
-    assert [n.distance for n in answer.neighbours] == pytest.approx([distances[i] for i in nearest], abs=1e-5)
-    np.testing.assert_array_equal(answer.neighbours[0].picture, answer.picture)  # it is in the support set
+    neighbours = bench.neighbours(answer)
+    nearest = np.argsort(distances)[: len(neighbours)]
+    assert [n.label for n in neighbours] == [names[i] for i in nearest]
+    assert [n.distance for n in neighbours] == pytest.approx([distances[i] for i in nearest], abs=1e-5)
+    assert neighbours[0].picture is not None  # it is in the support set
+    np.testing.assert_array_equal(neighbours[0].picture.pixels, answer.picture.pixels)
 
 
 def test_files_that_cannot_be_read_are_named_and_the_others_used(files: dict[str, list[str]], tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_from_a_fitted_classifier_on_more_images_are_a_partial_fit(files: dict[s
     bench = Bench(start)
     assert bench.counts() == {"blue": 3, "green": 3, "red": 2}
     bench.ask(files["red"][:1])
-    assert all(near.picture is None for near in bench.answers[0].neighbours)
+    assert all(near.picture is None for near in bench.neighbours(bench.answers[0]))
     bench.add("purple", files["blue"][:2])
     expected = tiny_classifier(unknown_label=UNKNOWN, false_rejection_rate=0.2).partial_fit(
         files["blue"][:2], ["purple"] * 2
@@ -132,7 +136,7 @@ def test_from_a_fitted_classifier_on_more_images_are_a_partial_fit(files: dict[s
     (row,) = expected.predict_proba(files["red"][:1])
     (answer,) = bench.answers
     assert answer.probabilities == pytest.approx(dict(zip(expected.classes_, row, strict=True)))
-    assert {near.label for near in answer.neighbours if near.picture is not None} <= {"purple"}
+    assert {near.label for near in bench.neighbours(answer) if near.picture is not None} <= {"purple"}
     bench.remove("purple")
     assert bench.classifier is start
     np.testing.assert_array_equal(start.predict_proba(pictures(2, 5)), before)
@@ -212,6 +216,75 @@ def test_the_query_most_in_doubt_is_offered_and_its_label_learned(files: dict[st
         if (index := bench.most_useful_query()) is not None:
             bench.pass_over(index)
     assert bench.most_useful_query() is None
+
+
+@pytest.mark.parametrize("name", ["Unknown", "UNKNOWN ", "uNknown"])
+def test_the_answer_for_no_class_is_no_class_however_it_is_written(files: dict[str, list[str]], name: str) -> None:
+    with pytest.raises(ValueError, match="choose another name"):
+        Bench(tiny_model(), device="cpu").add(name, files["red"])
+
+
+@pytest.mark.parametrize(("known", "name"), [("cat", "Cat"), ("Black  cat", "black cat"), ("café", "cafe\u0301")])
+@pytest.mark.parametrize("taught", ["added", "in the file", "asked about"])
+def test_a_name_that_looks_like_that_of_a_class_is_no_second_class(
+    files: dict[str, list[str]], known: str, name: str, taught: str
+) -> None:
+    if taught == "in the file":
+        labels = [known if label == "red" else label for label in LABELS]
+        bench = Bench(SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), labels))
+    else:
+        bench = Bench(tiny_model(), device="cpu")
+        bench.add(known, files["red"])
+    bench.add("yellow", files["blue"])
+    bench.ask(files["green"][:1])
+    before = bench.counts()
+    with pytest.raises(ValueError, match=f"There is a class “{known}”"):
+        bench.label_query(0, name) if taught == "asked about" else bench.add(name, files["green"])
+    assert bench.counts() == before
+    bench.add(known, files["green"])
+    assert bench.counts()[known] == before[known] + 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"unknown_label": "?", "false_rejection_rate": 0.2}], ids=str)
+def test_a_model_file_sees_each_picture_once_however_many_answers_follow(
+    files: dict[str, list[str]], settings: dict[str, Any]
+) -> None:
+    bench = Bench(tiny_classifier(**settings))
+    batches = cast(TinyExtractor, bench.start.model_.feature_extractor).batches
+    batches.clear()
+    bench.ask([file for group in files.values() for file in group])
+    passes = 1 if bench.start.task_.unadapted is None else 2
+    assert sum(batches) == 8 * passes
+    for name in ("green", "purple", "blue"):
+        index = bench.most_useful_query()
+        assert index is not None
+        bench.label_query(index, name)
+    bench.remove_picture(0)
+    bench.remove("purple")
+    assert sum(batches) == 8 * passes
+
+
+@pytest.mark.parametrize("value_range", [(0, 4095), (0, 1000), (100, 300)])
+def test_a_model_file_reads_pictures_by_its_range_and_once(tmp_path: Path, value_range: tuple[int, int]) -> None:
+    low, high = value_range
+    rng, stored = np.random.default_rng(0), []
+    for index in range(9):
+        file = tmp_path / f"{index}.png"
+        Image.fromarray(rng.integers(low, high, (20, 20), dtype=np.uint16)).save(file)
+        stored.append(str(file))
+    start = SimpleCNAPSClassifier(tiny_model(), device="cpu", value_range=value_range).fit(stored[:4], list("abab"))
+    bench = Bench(start)
+    bench.ask(stored[4:])
+    np.testing.assert_allclose(
+        [list(answer.probabilities.values()) for answer in bench.answers], start.predict_proba(stored[4:]), rtol=1e-5
+    )
+    bench.label_query(0, "b")
+    bench.add("c", stored[6:8])
+    learned = copy.copy(start).partial_fit([stored[4], *stored[6:8]], ["b", "c", "c"])
+    np.testing.assert_allclose(
+        [list(answer.probabilities.values()) for answer in bench.answers], learned.predict_proba(stored[5:]), rtol=1e-5
+    )
+    assert start.classes_.tolist() == ["a", "b"]
 
 
 def test_a_label_that_cannot_be_learned_changes_nothing(files: dict[str, list[str]]) -> None:
