@@ -3,14 +3,23 @@
 The steps are those of ``images/``: transparent pixels become white, blocks of 2^k x 2^k pixels become their mean, k as
 large as leaves both sides at least twice as long as the square's, and an antialiased bilinear filter resizes the rest.
 A row of the square is a weighted sum of the image's rows, and so is a column: two products of matrices whose weights
-depend only on the image's size. As Pillow does, the columns come first, and each step rounds to 8 bits, half up. Only
-the means of blocks are not rounded, so the square of a large image may differ by one or two of 255.
+depend only on the image's size. Each step rounds to 8 bits, half up. Only the means of blocks are not rounded, and
+Pillow may take the columns first, so the square may differ from its own by one or two of 255.
+
+Most of these weights are zero: a row of the square is made of a narrow strip of the image. So the square is made in
+strips, of which one at a time is held as floats.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
+
+#: Rows of the square that are made at a time. Fewer take less memory and fewer products with zeros, but as neighbouring
+#: strips of the image overlap, more of its pixels are read twice.
+STRIP = 16
 
 
 class Square(nn.Module):
@@ -28,15 +37,28 @@ class Square(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Composite on white, resize and normalise one image."""
-        opaque = torch.full_like(pixels[..., :1], 255)
-        channels = torch.cat([pixels, opaque], dim=2).float()  # so that the fourth is alpha, of RGB and of RGBA
-        alpha = channels[..., 3:4] / 255
-        colours = (channels[..., :3] * alpha + 255 * (1 - alpha)).round()
         height, width = pixels.shape[0], pixels.shape[1]
         block = self._block(torch.minimum(_scalar(height), _scalar(width)))
-        columns = _eight_bits(torch.einsum("jw,hwc->hjc", self._weights(width, block), colours))
-        square = _eight_bits(torch.einsum("ih,hjc->cij", self._weights(height, block), columns))
-        return (square / 127.5 - 1)[None]
+        of_rows, of_columns = self._weights(height, block), self._weights(width, block)
+        strips = [_on_white(weights, part) for weights, part in self._strips(of_rows, pixels)]
+        columns = _eight_bits(torch.cat(strips)).transpose(0, 1)  # (w, s, 3)
+        strips = [weights @ part.flatten(1) for weights, part in self._strips(of_columns, columns)]
+        square = _eight_bits(torch.cat(strips)).unflatten(1, (self.size, 3))  # (s, s, 3), a column in each row
+        return (square.permute(2, 1, 0) / 127.5 - 1)[None]
+
+    def _strips(self, weights: Tensor, image: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Strips of an image (l, ...) and their weights (r, strip) in r rows of the square, from top to bottom.
+
+        The filter reaches one row of the square up and down, and at least one block; blocks that end behind the image
+        move it by at most half a row.
+        """
+        length = image.shape[0]
+        strip = torch.sym_min((STRIP + 4) * length // self.size + 3, length)
+        for first in range(0, self.size, STRIP):
+            top = torch.scalar_tensor((first - 2) * length // self.size - 1, dtype=torch.int64)
+            top = torch.minimum(top.clamp(min=0), torch.scalar_tensor(length - strip, dtype=torch.int64))
+            rows = top + torch.arange(strip)
+            yield weights[first : first + STRIP].index_select(1, rows), image.index_select(0, rows)
 
     def _block(self, shorter: Tensor) -> Tensor:
         """Side 2^k of the blocks, a whole number as float."""
@@ -54,6 +76,22 @@ class Square(nn.Module):
         distance = (of_block + 0.5 - centres[:, None]).abs() / scale.clamp(min=1)  # the filter widens where it shrinks
         weights = (1 - distance).clamp(min=0) / in_block
         return weights / weights.sum(dim=1, keepdim=True)
+
+
+def _on_white(weights: Tensor, pixels: Tensor) -> Tensor:
+    """Weights (r, h), whose rows sum to 1, and pixels (h, w, 3 or 4) -> weighted sums of rows on white, (r, w, 3)."""
+    sums = torch.cond(pixels.shape[2] == 4, _composite, _opaque, (weights, pixels))
+    return torch.cat([sums, sums[..., :1]], dim=2)[..., :3]  # at least four, as exporters refuse to cut 3 from 3
+
+
+def _composite(weights: Tensor, pixels: Tensor) -> Tensor:
+    planes = pixels.permute(2, 0, 1).float()
+    alpha = planes[-1] / 255
+    return 255 - (weights @ ((255 - planes) * alpha).round()).permute(1, 2, 0).contiguous()
+
+
+def _opaque(weights: Tensor, pixels: Tensor) -> Tensor:
+    return (weights @ pixels.flatten(1).float()).unflatten(1, pixels.shape[1:])
 
 
 def _eight_bits(values: Tensor) -> Tensor:
