@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import SimpleCNAPS
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import MahalanobisHead
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 

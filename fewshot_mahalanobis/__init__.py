@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from fewshot_mahalanobis.checkpoints.load import load_checkpoint as load_checkpoint
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier as SimpleCNAPSClassifier
     from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier as MahalanobisClassifier
-    from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance as RegularizedCovariance
     from fewshot_mahalanobis.heads import CosineHead as CosineHead
     from fewshot_mahalanobis.heads import DotProductHead as DotProductHead
     from fewshot_mahalanobis.heads import EuclideanHead as EuclideanHead
     from fewshot_mahalanobis.heads import LinearHead as LinearHead
     from fewshot_mahalanobis.heads import MahalanobisHead as MahalanobisHead
     from fewshot_mahalanobis.heads import ManhattanHead as ManhattanHead
+    from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance as RegularizedCovariance
     from fewshot_mahalanobis.images.folders import load_folder as load_folder
     from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS as SimpleCNAPS
 
@@ -30,7 +30,7 @@ _MODULES = {
     "MahalanobisClassifier": "feature_classifier",
     "MahalanobisHead": "heads",
     "ManhattanHead": "heads",
-    "RegularizedCovariance": "gaussians.covariance",
+    "RegularizedCovariance": "heads.mahalanobis",
     "SimpleCNAPS": "networks.simple_cnaps",
     "SimpleCNAPSClassifier": "classifier",
     "available_checkpoints": "checkpoints",

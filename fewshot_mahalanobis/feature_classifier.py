@@ -13,7 +13,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import validate_data
 
-from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.gaussians.support import class_means
 from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, LinearHead, MahalanobisHead, make_head
 from fewshot_mahalanobis.support_set.copies import (
     checked_groups,

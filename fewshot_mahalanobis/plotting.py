@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.extras import install_command
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
 from fewshot_mahalanobis.support_set.influence import support_influence

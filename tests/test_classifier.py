@@ -23,8 +23,8 @@ from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_val_s
 from sklearn.utils import get_tags
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, MahalanobisHead
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 
 FIT = RegularizedCovariance()
 EYE = torch.eye(2)

@@ -9,64 +9,90 @@ Sigma_k is the covariance of the n_k support features of class k. S is the covar
 that S is worth: 1 in the paper, infinite in linear discriminant analysis. Covariances are unbiased, and zero where no
 degree of freedom is left: Sigma_k of one example, the pooled one if every class has one example.
 
-``ClassGaussians.covariance()`` computes it as written; distances never need that matrix (``low_rank.py``).
+:func:`regularized_covariance` is the equation. Distances rarely need the matrix: ``low_rank.py`` has them from factors
+of few rows.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+import math
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import TypeVar
 
-from fewshot_mahalanobis.gaussians.checks import (
+import torch
+from torch import Tensor
+
+from fewshot_mahalanobis.gaussians.low_rank import (
+    MAX_CHUNK_NUMBERS,
+    CholeskyMetric,
+    Metric,
+    SharedCovariance,
+    cholesky,
+    low_rank_metric,
+    roots_of_scatter,
+)
+from fewshot_mahalanobis.gaussians.support import (
     check_features,
     check_support,
+    deviations,
+    exact_class_means,
     full_precision,
+    members_by_shots,
     result_dtype,
     working_dtype,
 )
-from fewshot_mahalanobis.gaussians.choose import choose_beta
-from fewshot_mahalanobis.gaussians.low_rank import (
-    MAX_CHUNK_NUMBERS,
-    ClassGroup,
-    Metric,
-    SharedCovariance,
-    by_class,
-    cholesky,
-    class_groups,
-    dense_covariance,
-    make_metric,
-)
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+
+_ONE_SHOT = ("zero", "published")
+_SHARED = ("task", "within")
+
+#: A number of examples, whole or the sum of weights.
+Number = TypeVar("Number", float, Tensor)
 
 
-class RegularizedCovariance(nn.Module):
-    """Class Gaussians with the regularised covariance Q_k of equation 3 (Bateni et al., CVPR 2020).
+def regularized_covariance(
+    class_covariance: Tensor, shared_covariance: Tensor, class_weight: float | Tensor, beta: float
+) -> Tensor:
+    """Equation 3: Q_k = lambda_k Sigma_k + (1 - lambda_k) S + beta I.
 
-    Q_k = lambda_k Sigma_k + (1 - lambda_k) S + beta I with lambda_k = n_k / (n_k + nu). Sigma_k is the covariance of
-    the n_k support features of class k and S that of all n support features, both unbiased (n - 1), and zero for a
-    single example. The last two settings lead beyond the paper.
+    Parameters
+    ----------
+    class_covariance : Tensor of shape (..., d, d)
+        Sigma_k.
+    shared_covariance : Tensor of shape (d, d)
+        S.
+    class_weight : float or Tensor
+        lambda_k.
+    beta : float
+
+    Returns
+    -------
+    Tensor of shape (..., d, d)
+    """
+    identity = torch.eye(len(shared_covariance), dtype=shared_covariance.dtype, device=shared_covariance.device)
+    return class_weight * class_covariance + (1 - class_weight) * shared_covariance + beta * identity
+
+
+@dataclass(frozen=True)
+class CovarianceSettings:
+    """Settings of Q_k = lambda_k Sigma_k + (1 - lambda_k) S + beta I with lambda_k = n_k / (n_k + nu).
+
+    The defaults are equation 3 of Bateni et al., CVPR 2020.
 
     Parameters
     ----------
     beta : float or "auto"
-        Weight of the identity, > 0, in squared feature units. The default suits the features that the Simple CNAPS
-        checkpoints were trained to have; "auto" chooses it on each support set by leave-one-out, for features of any
-        scale (:func:`~fewshot_mahalanobis.gaussians.choose.choose_beta`).
+        Weight of the identity, > 0, in squared feature units. "auto" is replaced on each support set by
+        :func:`~fewshot_mahalanobis.gaussians.leave_out.choose_beta`.
     task_covariance : bool
-        False leaves S out, Q_k = Sigma_k + beta I: the ablation "-TR" (lambda_k = 1) of the paper.
+        False leaves S out, Q_k = Sigma_k + beta I: the paper's ablation "-TR" (lambda_k = 1).
     one_shot_covariance : {"zero", "published"}
-        Sigma_k of a class with one example: zero as in the paper, or the published implementation's, which its weights
-        expect: the variance c of the d entries of that feature vector (d - 1), in every entry of Sigma_k.
+        Sigma_k of a class with one example; see :class:`~fewshot_mahalanobis.RegularizedCovariance`.
     shared : {"task", "within"}
-        S: "task", the covariance of all support features (the paper), or "within", the covariance pooled within classes
-        with divisor n - k, which is zero if every class has one example.
+        S: the covariance of all support features, or the one pooled within classes.
     prior_shots : float
-        nu >= 0: how many shots S is worth. 1 is the paper's; ``math.inf`` gives every class S + beta I, as linear
-        discriminant analysis does.
-
-    Attributes
-    ----------
-    settings : CovarianceSettings
+        nu >= 0, the number of shots that S is worth. 1 is the paper's; infinity trusts S alone, as linear discriminant
+        analysis does; 0 leaves S out.
 
     Raises
     ------
@@ -74,68 +100,54 @@ class RegularizedCovariance(nn.Module):
         A setting is out of its range.
     """
 
-    def __init__(
-        self,
-        beta: float | str = 1.0,
-        task_covariance: bool = True,
-        one_shot_covariance: str = "zero",
-        shared: str = "task",
-        prior_shots: float = 1.0,
-    ) -> None:
-        super().__init__()
-        self.settings = CovarianceSettings(beta, task_covariance, one_shot_covariance, shared, prior_shots)
+    beta: float | str = 1.0
+    task_covariance: bool = True
+    one_shot_covariance: str = "zero"
+    shared: str = "task"
+    prior_shots: float = 1.0
 
-    @classmethod
-    def of(cls, settings: CovarianceSettings) -> RegularizedCovariance:
-        """Make the module with these settings."""
-        return cls(**vars(settings))
+    def __post_init__(self) -> None:
+        if self.beta != "auto" and (isinstance(self.beta, str) or not (self.beta > 0 and math.isfinite(self.beta))):
+            raise ValueError(f'beta must be positive and finite, or "auto", got {self.beta!r}')
+        if self.one_shot_covariance not in _ONE_SHOT:
+            raise ValueError(f'one_shot_covariance must be "zero" or "published", got {self.one_shot_covariance!r}')
+        if self.shared not in _SHARED:
+            raise ValueError(f'shared must be "task" or "within", got {self.shared!r}')
+        if not (isinstance(self.prior_shots, Real) and self.prior_shots >= 0):
+            raise ValueError(f"prior_shots must be 0 or more, got {self.prior_shots!r}")
+        for name in ("beta", "prior_shots"):
+            if not isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, float(value))
 
-    def forward(self, features: Tensor, labels: Tensor) -> ClassGaussians:
-        """Fit the Gaussian of each class; differentiable with respect to the features.
+    @property
+    def ridge(self) -> float:
+        """Beta as a number; ValueError while it is "auto"."""
+        return float(self.beta)
 
-        Parameters
-        ----------
-        features : Tensor of shape (n, d)
-            Any floating-point dtype, finite. Arithmetic is in float64 (float32 on devices without it), outside
-            autocast. Results come back in the features' dtype, float32 at least.
-        labels : int64 Tensor of shape (n,)
-            0..k-1, every class with at least one example.
+    @property
+    def without_shared(self) -> bool:
+        """Whether S is left out."""
+        return not self.task_covariance or self.prior_shots == 0
 
-        Returns
-        -------
-        ClassGaussians
-
-        Raises
-        ------
-        ValueError
-            On a wrong shape or dtype, NaN or infinity (the row is named), an empty support set, a class without an
-            example (the class is named), or features so large that ``beta`` is lost to rounding.
-        """
-        counts = check_support(features, labels)
-        with full_precision(features):
-            return ClassGaussians(features, labels, counts, choose_beta(self.settings, features, labels))
-
-    def with_chosen_settings(
-        self, features: Tensor, labels: Tensor, groups: Tensor | None = None
-    ) -> RegularizedCovariance:
-        """Return the module with a beta of "auto" replaced by the one chosen on the support set.
-
-        For features (n, d), labels (n,), and ``groups`` (n,) that are left out together.
-        """
-        return self.of(choose_beta(self.settings, features, labels, groups)) if self.settings.beta == "auto" else self
-
-    def extra_repr(self) -> str:
-        """Name the settings in ``repr``; those beyond the paper where they are not the paper's."""
-        s = self.settings
-        paper = f"beta={s.beta!r}, task_covariance={s.task_covariance}, one_shot_covariance={s.one_shot_covariance!r}"
-        beyond = f", shared={s.shared!r}, prior_shots={s.prior_shots!r}"
-        return paper if (s.shared, s.prior_shots) == ("task", 1.0) else paper + beyond
+    def class_weight(self, shots: Number) -> Number:
+        """lambda_k = n_k / (n_k + nu) of a class of that many examples."""
+        return shots / (shots + (0.0 if self.without_shared else self.prior_shots))
 
 
 class ClassGaussians:
-    """A Gaussian N(mu_k, Q_k) for each class; made by ``RegularizedCovariance``.
+    """A Gaussian N(mu_k, Q_k) for each class, fitted to a support set.
 
     It holds thin factors of Q_k, in all O(n d) numbers; only ``covariance`` and ``precision`` build (k, d, d).
+
+    Parameters
+    ----------
+    features : Tensor of shape (n, d)
+        Any floating-point dtype, finite. Arithmetic is in float64 (float32 on devices without it), outside autocast.
+        Results come back in the features' dtype, float32 at least, and are differentiable.
+    labels : int64 Tensor of shape (n,)
+        0..k-1, every class with at least one example.
+    settings : CovarianceSettings
+        Beta is a number.
 
     Attributes
     ----------
@@ -147,18 +159,19 @@ class ClassGaussians:
         Beta is a number.
     """
 
-    def __init__(self, features: Tensor, labels: Tensor, counts: Tensor, settings: CovarianceSettings) -> None:
-        self.counts = counts
+    def __init__(self, features: Tensor, labels: Tensor, settings: CovarianceSettings) -> None:
+        self.counts = check_support(features, labels)
         self.settings = settings
         self._support = features.clone(), labels.clone()  # for the dense matrices
         # Distances do not change when everything moves by the task mean, and products of centred features are exact
         # where those of uncentred ones cancel.
         self._centre = features.mean(dim=0, dtype=working_dtype(features))
-        groups, shared = self._parts()
-        self._metrics: list[Metric] = [make_metric(group, shared, settings.ridge) for group in groups]
-        # Column j of the groups' concatenated results belongs to another class; this puts class 0 first.
-        self._columns = by_class(groups)
-        means = torch.cat([group.means for group in groups])[self._columns]
+        with full_precision(features):
+            batches, shared = self._estimates()
+            self._metrics: list[Metric] = [batch.metric(shared, self.beta) for batch in batches]
+        # Column j of the batches' concatenated results belongs to another class; this puts class 0 first.
+        self._columns = by_class(batches)
+        means = torch.cat([batch.means for batch in batches])[self._columns]
         self.means = (means + self._centre).to(result_dtype(features))
 
     @property
@@ -167,7 +180,7 @@ class ClassGaussians:
         return self.settings.ridge
 
     def squared_distance(self, queries: Tensor) -> Tensor:
-        """Squared Mahalanobis distance (x - mu_k)^T Q_k^-1 (x - mu_k): equation 2 without its factor 1/2.
+        """Return the squared Mahalanobis distance (x - mu_k)^T Q_k^-1 (x - mu_k): equation 2 without its factor 1/2.
 
         Parameters
         ----------
@@ -213,29 +226,102 @@ class ClassGaussians:
     @property
     def is_shared(self) -> bool:
         """Whether all classes have the same covariance."""
-        return self.settings.class_weight(1) == 0.0
+        return self.settings.class_weight(1.0) == 0.0
 
     def in_coordinates(self, basis: Tensor) -> ClassGaussians:
         """The same Gaussians with U^T (x - c) in the place of x, c the task mean and U = ``basis`` (d, r)."""
         features, labels = self._support
-        return ClassGaussians((features - self._centre) @ basis, labels, self.counts, self.settings)
+        return ClassGaussians((features - self._centre) @ basis, labels, self.settings)
 
     def support_basis(self) -> tuple[Tensor, Tensor]:
         """Task mean c (d,), and an orthonormal basis (d, r) of the span of the support features less c."""
         x = self._support[0] - self._centre
         return self._centre, torch.linalg.qr(x.T).Q
 
-    def _parts(self) -> tuple[list[ClassGroup], SharedCovariance]:
+    def _estimates(self) -> tuple[list[ClassBatch], SharedCovariance]:
         features, labels = self._support
         x = features - self._centre
-        groups = class_groups(x, labels, self.counts, self._centre, self.settings)
-        return groups, SharedCovariance.of(x, labels, self.counts, self.settings)
+        batches = class_batches(x, labels, self.counts, self._centre, self.settings)
+        return batches, shared_covariance(x, labels, self.counts, self.settings)
 
     def _covariance(self) -> Tensor:
         """Q_k of every class, dense (k, d, d), in the working precision."""
-        groups, shared = self._parts()
+        batches, shared = self._estimates()
         if self.is_shared:
-            groups = [ClassGroup(groups[0].classes[:1], groups[0].means[:1], groups[0].roots[:1], 1.0)]
-        dense = torch.cat([dense_covariance(group, shared, self.beta) for group in groups])
+            batches = [replace(batches[0], roots=batches[0].roots[:1])]
+        dense = torch.cat([batch.covariance(shared, self.beta) for batch in batches])
         dense = (dense + dense.mT) / 2  # a product A^T A is symmetric but for its last bits
-        return dense.expand(len(self.counts), -1, -1) if self.is_shared else dense[by_class(groups)]
+        return dense.expand(len(self.counts), -1, -1) if self.is_shared else dense[self._columns]
+
+
+# ---------------------------------------------------------------- estimates
+
+
+@dataclass(frozen=True, eq=False)
+class ClassBatch:
+    """k' classes of one lambda. ``means`` are centred at the task mean."""
+
+    classes: Tensor  # (k',) class indices
+    means: Tensor  # (k', d)
+    roots: Tensor  # A_k (k', r, d), A_k^T A_k = Sigma_k; no rows where lambda_k is 0
+    class_weight: float  # lambda_k
+
+    def covariance(self, shared: SharedCovariance, beta: float) -> Tensor:
+        """Q_k, dense (k', d, d)."""
+        return regularized_covariance(self.roots.mT @ self.roots, shared.dense, self.class_weight, beta)
+
+    def metric(self, shared: SharedCovariance, beta: float) -> Metric:
+        """Factor Q_k itself where a class has as many examples as features, else by thin factors."""
+        rows, d = self.roots.shape[1:]
+        # Without S, I + F_k F_k^T has an eigenvalue near 1 even where Sigma_k has none near 0: thin factors lose
+        # digits.
+        if shared.is_wide and rows + 1 >= d if len(shared.rows) else rows >= d:
+            return CholeskyMetric(self.means, cholesky(self.covariance(shared, beta)))
+        return low_rank_metric(self.means, self.roots, self.class_weight, shared, beta)
+
+
+def class_batches(
+    x: Tensor, labels: Tensor, counts: Tensor, centre: Tensor, settings: CovarianceSettings
+) -> list[ClassBatch]:
+    """Estimate the classes by number of shots, the fewest shots first, from features (n, d) less the task mean.
+
+    Where no class has a covariance of its own they are one batch.
+    """
+    if settings.class_weight(1.0) == 0.0:
+        classes = torch.arange(len(counts), device=x.device)
+        return [ClassBatch(classes, exact_class_means(x, labels, counts), x.new_zeros(len(counts), 0, x.shape[1]), 0.0)]
+    return [class_batch(x[rows], classes, centre, settings) for classes, rows in members_by_shots(labels, counts)]
+
+
+def class_batch(members: Tensor, classes: Tensor, centre: Tensor, settings: CovarianceSettings) -> ClassBatch:
+    """Estimate classes from their ``members`` (k', n_k, d), which are less the task mean ``centre``."""
+    shots, d = members.shape[1:]
+    first = members[:, 0]
+    means = first + (members - first[:, None]).mean(dim=1)  # exact for equal examples
+    weight = settings.class_weight(float(shots))
+    if weight == 0.0:
+        roots = members[:, :0]
+    elif shots == 1 and settings.one_shot_covariance == "published":
+        # c in every entry of Sigma_k is c 1 1^T, of root sqrt(c) 1^T. c is that of the vector before centring. Its
+        # square root has no gradient at zero, so a constant vector (c = 0) is replaced before the root, not after.
+        vectors = members + centre
+        c = (vectors - vectors.mean(dim=2, keepdim=True)).square().sum(dim=2, keepdim=True) / max(d - 1, 1)
+        roots = torch.where(c > 0, torch.where(c > 0, c, 1.0).sqrt(), 0.0).expand(-1, 1, d)
+    else:
+        roots = roots_of_scatter(members, shots - 1)
+    return ClassBatch(classes, means, roots, weight)
+
+
+def by_class(batches: list[ClassBatch]) -> Tensor:
+    """Index of each class (k,) in the concatenation of the batches."""
+    return torch.cat([batch.classes for batch in batches]).argsort()
+
+
+def shared_covariance(x: Tensor, labels: Tensor, counts: Tensor, settings: CovarianceSettings) -> SharedCovariance:
+    """Estimate S from features (n, d) less the task mean."""
+    if settings.without_shared:
+        return SharedCovariance(x[:0], 0.0)
+    if settings.shared == "task":
+        return SharedCovariance(x, 1.0 / max(len(x) - 1, 1))
+    freedom = len(x) - len(counts)
+    return SharedCovariance(deviations(x, labels, counts) if freedom else x[:0], 1.0 / max(freedom, 1))

@@ -36,8 +36,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
-
 #: Size of the largest temporary of a chunk of queries, in numbers (16 MB in float64).
 MAX_CHUNK_NUMBERS = 2**21
 #: S is computed in this many strips.
@@ -54,16 +52,6 @@ class SharedCovariance:
 
     rows: Tensor  # (r, d)
     scale: float
-
-    @classmethod
-    def of(cls, x: Tensor, labels: Tensor, counts: Tensor, settings: CovarianceSettings) -> SharedCovariance:
-        """Make it of features (n, d) centred at the task mean."""
-        if settings.without_shared:
-            return cls(x[:0], 0.0)
-        if settings.shared == "task":
-            return cls(x, 1.0 / max(len(x) - 1, 1))
-        freedom = len(x) - len(counts)
-        return cls(deviations(x, labels, counts) if freedom else x[:0], 1.0 / max(freedom, 1))
 
     @property
     def is_wide(self) -> bool:
@@ -84,91 +72,12 @@ class SharedCovariance:
         return dense
 
 
-def deviations(x: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
-    """Each feature less its class mean, (n, d); exactly zero for an example that is alone in its class."""
-    return x - _means(x, labels, counts)[labels]
-
-
-def _means(x: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
-    """Class means (k, d): an example, and the mean difference from it, which is exact for equal examples."""
-    first = x[labels.argsort(stable=True)[counts.cumsum(0) - counts]]
-    sums = torch.zeros_like(first).index_add(0, labels, x - first[labels])
-    return first + sums / counts[:, None]
-
-
-@dataclass(frozen=True, eq=False)
-class ClassGroup:
-    """k' classes of one lambda. ``means`` are centred at the task mean."""
-
-    classes: Tensor  # (k',) class indices
-    means: Tensor  # (k', d)
-    roots: Tensor  # (k', r, d): sqrt(lambda_k) A_k, so that roots^T roots = lambda_k Sigma_k; r = 0 for lambda_k = 0
-    shared_weight: float  # 1 - lambda_k
-
-
-def class_groups(
-    x: Tensor, labels: Tensor, counts: Tensor, centre: Tensor, settings: CovarianceSettings
-) -> list[ClassGroup]:
-    """Group the classes by shot count, the fewest shots first, from centred features (n, d).
-
-    Where no class has a covariance of its own all form one group.
-    """
-    if settings.class_weight(1) == 0.0:
-        classes = torch.arange(len(counts), device=x.device)
-        return [ClassGroup(classes, _means(x, labels, counts), x.new_zeros(len(counts), 0, x.shape[1]), 1.0)]
-    groups = []
-    for classes, rows in members_by_shots(labels, counts):
-        groups.append(class_group(x[rows], classes, centre, settings))
-    return groups
-
-
-def dense_covariance(group: ClassGroup, shared: SharedCovariance, beta: float) -> Tensor:
-    """Equation 3: Q_k = lambda_k Sigma_k + (1 - lambda_k) S + beta I, dense (k', d, d)."""
-    identity = torch.eye(group.means.shape[1], dtype=group.means.dtype, device=group.means.device)
-    return group.roots.mT @ group.roots + group.shared_weight * shared.dense + beta * identity
-
-
-def members_by_shots(labels: Tensor, counts: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of each shot count s: its classes (k',), and the rows (k', s) of their examples."""
-    order = labels.argsort(stable=True)
-    starts = counts.cumsum(0) - counts
-    found = []
-    for shots in counts.unique().tolist():
-        classes = (counts == shots).nonzero()[:, 0]
-        found.append((classes, order[starts[classes, None] + torch.arange(shots, device=labels.device)]))
-    return found
-
-
-def by_class(groups: list[ClassGroup]) -> Tensor:
-    """Index of each class (k,) in the concatenation of the groups."""
-    return torch.cat([group.classes for group in groups]).argsort()
-
-
-def class_group(members: Tensor, classes: Tensor, centre: Tensor, settings: CovarianceSettings) -> ClassGroup:
-    """Make a group of ``members`` (k', n_k, d), centred at the task mean ``centre``."""
-    shots, d = members.shape[1:]
-    first = members[:, 0]
-    means = first + (members - first[:, None]).mean(dim=1)  # exact for equal examples
-    weight = settings.class_weight(shots)
-    if shots == 1 and settings.one_shot_covariance == "published":
-        # c in every entry of Sigma_k is c 1 1^T, of root sqrt(c) 1^T. c is that of the vector before centring. Its
-        # square root has no gradient at zero, so a constant vector (c = 0) is replaced before the root, not after.
-        vectors = members + centre
-        c = (vectors - vectors.mean(dim=2, keepdim=True)).square().sum(dim=2, keepdim=True) / max(d - 1, 1)
-        roots = torch.where(c > 0, torch.where(c > 0, weight * c, 1.0).sqrt(), 0.0).expand(-1, 1, d)
-    else:
-        roots = class_roots(members, weight, shots - 1)
-    return ClassGroup(classes, means, roots, 1.0 - weight)
-
-
-def class_roots(members: Tensor, weight: float, freedom: int) -> Tensor:
-    """Roots (k', r, d) of ``weight`` / ``freedom`` times the classes' scatter; no rows for a weight of zero.
+def roots_of_scatter(members: Tensor, freedom: int) -> Tensor:
+    """Roots A_k (k', r, d) of the scatters of classes (k', n_k, d) over ``freedom``, their degrees of freedom.
 
     They have r = n_k - 1 rows, which saves time where n_k is small, or n_k, where that takes less memory.
     """
-    if weight == 0.0:
-        return members[:, :0]
-    scale, (shots, width) = math.sqrt(weight / max(freedom, 1)), members.shape[1:]
+    scale, (shots, width) = math.sqrt(1.0 / max(freedom, 1)), members.shape[1:]
     if shots > width:
         return scale * (members - members.mean(dim=1, keepdim=True))
     return scale * _contrasts(shots, members) @ members
@@ -205,11 +114,13 @@ class _Ridge:
         return x - along @ self.reduction, torch.linalg.solve_triangular(self.cholesky, along, upper=False, left=False)
 
 
-def _ridge(factor: Tensor) -> _Ridge:
-    identity = torch.eye(factor.shape[-2], dtype=factor.dtype, device=factor.device)
-    lower = cholesky(identity + factor @ factor.mT)
+def _ridge(rows: Tensor, weight: float) -> _Ridge:
+    """The form for F = sqrt(weight) ``rows``, which is not formed."""
+    identity = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
+    lower = cholesky(identity + weight * (rows @ rows.mT))
     # L G = F, solved as G^T L^T = F^T, which is faster for factors of a few rows.
-    return _Ridge(torch.linalg.solve_triangular(lower.mT, factor.mT, upper=True, left=False).mT, lower)
+    scaled = lower.mT / math.sqrt(weight)
+    return _Ridge(torch.linalg.solve_triangular(scaled, rows.mT, upper=True, left=False).mT, lower)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +165,7 @@ def _whitening(shared: SharedCovariance, weight: float, beta: float) -> _Whiteni
         dense = weight * shared.dense
         dense.diagonal().add_(beta)
         return _CholeskyWhitening(cholesky(dense))
-    return _RidgeWhitening(_ridge(math.sqrt(weight * shared.scale / beta) * shared.rows), beta)
+    return _RidgeWhitening(_ridge(shared.rows, weight * shared.scale / beta), beta)
 
 
 # ---------------------------------------------------------------- distances
@@ -326,9 +237,9 @@ class LowRankMetric:
             # G_k (w - w_k), in an order (m, r, k') in which sums over r are sums of whole rows.
             along = torch.addmm(-self.means_along.T.flatten(), w, self.ridge.reduction.transpose(0, 1).flatten(0, 1).T)
             distance = distance - along.unflatten(1, (rows, -1)).square_().sum(dim=1)
-        kept = (distance >= _CANCELLED * norms).all(dim=1) & norms.isfinite().all(dim=1)
-        if len(lost := (~kept).nonzero()[:, 0]):
-            distance = distance.index_copy(0, lost, self._sum_of_squares(x[lost]))
+        exact = (distance >= _CANCELLED * norms).all(dim=1) & norms.isfinite().all(dim=1)
+        if len(cancelled := (~exact).nonzero()[:, 0]):
+            distance = distance.index_copy(0, cancelled, self._sum_of_squares(x[cancelled]))
         return distance
 
     def coordinates(self, x: Tensor) -> Tensor:
@@ -374,16 +285,13 @@ class LowRankMetric:
 Metric = CholeskyMetric | LowRankMetric
 
 
-def make_metric(group: ClassGroup, shared: SharedCovariance, beta: float) -> Metric:
-    """Factor the covariances of a group of classes."""
-    rows, d = group.roots.shape[1:]
-    # Without S, I + F_k F_k^T has an eigenvalue near 1 even where Sigma_k has none near 0: thin factors lose digits.
-    dense = shared.is_wide and rows + 1 >= d if len(shared.rows) else rows >= d
-    if dense:
-        return CholeskyMetric(group.means, cholesky(dense_covariance(group, shared, beta)))
-    whitening = _whitening(shared, group.shared_weight, beta)
-    means = whitening(group.means)
-    ridge = _ridge(whitening(group.roots.flatten(0, 1)).unflatten(0, group.roots.shape[:2]))
+def low_rank_metric(
+    means: Tensor, roots: Tensor, class_weight: float, shared: SharedCovariance, beta: float
+) -> LowRankMetric:
+    """Factor the covariances of classes of means (k', d) and roots A_k (k', r, d) that have one lambda."""
+    whitening = _whitening(shared, 1.0 - class_weight, beta)
+    means = whitening(means)
+    ridge = _ridge(whitening(roots.flatten(0, 1)).unflatten(0, roots.shape[:2]), class_weight)
     # In memory row by row of all classes, the order in which the metric multiplies them.
     ridge = _Ridge(ridge.reduction.transpose(0, 1).contiguous().transpose(0, 1), ridge.cholesky)
     along = (ridge.reduction @ means[:, :, None])[:, :, 0]
@@ -394,8 +302,8 @@ def cholesky(matrix: Tensor) -> Tensor:
     """Cholesky factor (..., r, r), refused where its pivots are mostly rounding: the beta I in ``matrix`` is lost."""
     factor, failed = torch.linalg.cholesky_ex(matrix)
     pivots, diagonal = factor.diagonal(dim1=-2, dim2=-1).square(), matrix.diagonal(dim1=-2, dim2=-1)
-    kept = pivots > MIN_ROUNDINGS * torch.finfo(matrix.dtype).eps * diagonal
-    if not (kept.all() and (failed == 0).all()):
+    significant = pivots > MIN_ROUNDINGS * torch.finfo(matrix.dtype).eps * diagonal
+    if not (significant.all() and (failed == 0).all()):
         raise ValueError(
             "the support features are so large that beta I is lost to rounding and Q_k is singular: "
             "scale the features down or raise beta"

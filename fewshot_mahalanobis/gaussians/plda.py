@@ -36,17 +36,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import check_support, class_means, result_dtype, working_dtype
-from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
-from fewshot_mahalanobis.gaussians.groups import (
+from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, CovarianceSettings
+from fewshot_mahalanobis.gaussians.leave_out import removal_weights
+from fewshot_mahalanobis.gaussians.low_rank import MAX_CHUNK_NUMBERS
+from fewshot_mahalanobis.gaussians.support import (
+    check_support,
+    class_means,
+    deviations,
     effective_counts,
     examples_left,
     groups_by_size,
     joined_groups,
     left_out_weights,
+    result_dtype,
+    working_dtype,
 )
-from fewshot_mahalanobis.gaussians.leave_one_out import removal_weights
-from fewshot_mahalanobis.gaussians.low_rank import MAX_CHUNK_NUMBERS, deviations
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 
 #: Candidates for log10(beta / v), v the mean variance of a feature over the support set.
@@ -108,9 +112,9 @@ class PldaSettings:
             raise ValueError(f"power must be above 0 and at most 1, got {self.power!r}")
 
     @property
-    def covariance(self) -> RegularizedCovariance:
+    def covariance(self) -> CovarianceSettings:
         """P as the covariance of every class."""
-        return RegularizedCovariance(self.beta, shared=self.shared, prior_shots=math.inf)
+        return CovarianceSettings(self.beta, shared=self.shared, prior_shots=math.inf)
 
 
 class Plda:
@@ -124,7 +128,7 @@ class Plda:
     means : Tensor of shape (k, d)
         Class means of the features as they are.
     counts : Tensor of shape (k,)
-        n_k; with copies, what they are worth (:func:`~fewshot_mahalanobis.gaussians.groups.effective_counts`).
+        n_k; with copies, what they are worth (:func:`~fewshot_mahalanobis.gaussians.support.effective_counts`).
     shrink, ratio : Tensor of shape (k,)
         s_k and r_k.
     to_centre : Tensor of shape (k,)
@@ -134,7 +138,7 @@ class Plda:
     def __init__(self, features: Tensor, labels: Tensor, settings: PldaSettings, groups: Tensor | None = None) -> None:
         self.settings = settings
         x = to_power(features.to(working_dtype(features)), settings.power)
-        self.gaussians: ClassGaussians = settings.covariance(x, labels)
+        self.gaussians = ClassGaussians(x, labels, settings.covariance)
         self.means = self.gaussians.means if settings.power == 1.0 else class_means(features, labels)
         self.dtype = result_dtype(features)
         self.to_centre = self.gaussians.squared_distance(self.gaussians.means.mean(dim=0, keepdim=True))[0]  # (k,)
@@ -290,7 +294,7 @@ class LeftOut:
     """What leave-one-out needs of a support set for every beta: S's eigenvectors, and the support set in their basis.
 
     With v_i = x_i - m_k for the class k of i, and M_j = m_j - c, all inner products under P without example i follow
-    from v_i^T B^-1 v_i, v_i^T B^-1 M_j and M_j^T B^-1 M_l, where B is P with divisor n - k - 1 (``leave_one_out.py``).
+    from v_i^T B^-1 v_i, v_i^T B^-1 M_j and M_j^T B^-1 M_l, where B is P with divisor n - k - 1 (``leave_out.py``).
     """
 
     def __init__(self, x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor | None = None) -> None:
@@ -414,7 +418,7 @@ class _GroupsAtBeta:
     Without a group G, of which g_k < n_k members have class k, the mean m_k moves by -1 / (n_k - g_k) times the sum of
     their v_i, and classes that are gone do not count for c. So x_i - c and m_j - c are sums of M_j and of v_i in G, and
     their inner products under P without G follow from those under B, P with divisor n - g - (k - gone), by the identity
-    of ``leave_one_out.py``.
+    of ``leave_out.py``.
     """
 
     def __init__(self, parts: LeftOut, groups: Tensor, beta: float) -> None:

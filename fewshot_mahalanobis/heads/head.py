@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.checks import check_support, class_means, result_dtype
+from fewshot_mahalanobis.gaussians.support import check_support, class_means, result_dtype
 
 State = TypeVar("State")
 

@@ -15,14 +15,105 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.checks import working_dtype
-from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, RegularizedCovariance
-from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance, squared_distance_to_others
+from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, CovarianceSettings
+from fewshot_mahalanobis.gaussians.leave_out import choose_beta, leave_one_out_distance, squared_distance_to_others
+from fewshot_mahalanobis.gaussians.support import working_dtype
 from fewshot_mahalanobis.heads.head import Head
 from fewshot_mahalanobis.heads.transduction import refined_by_queries, weighted_refinement
 
 #: Largest size of the class matrices of an exported head, in numbers (1 GB): a protobuf file holds 2 GB.
 MAX_EXPORTED_NUMBERS = 2**28
+
+
+class RegularizedCovariance(nn.Module):
+    """Class Gaussians with the regularised covariance Q_k of equation 3 (Bateni et al., CVPR 2020).
+
+    Q_k = lambda_k Sigma_k + (1 - lambda_k) S + beta I with lambda_k = n_k / (n_k + nu). Sigma_k is the covariance of
+    the n_k support features of class k and S that of all n support features, both unbiased (n - 1), and zero for a
+    single example. The last two settings lead beyond the paper.
+
+    Parameters
+    ----------
+    beta : float or "auto"
+        Weight of the identity, > 0, in squared feature units. The default suits the features that the Simple CNAPS
+        checkpoints were trained to have; "auto" chooses it on each support set by leave-one-out, for features of any
+        scale (:func:`~fewshot_mahalanobis.gaussians.leave_out.choose_beta`).
+    task_covariance : bool
+        False leaves S out, Q_k = Sigma_k + beta I: the ablation "-TR" (lambda_k = 1) of the paper.
+    one_shot_covariance : {"zero", "published"}
+        Sigma_k of a class with one example: zero as in the paper, or the published implementation's, which its weights
+        expect: the variance c of the d entries of that feature vector (d - 1), in every entry of Sigma_k.
+    shared : {"task", "within"}
+        S: "task", the covariance of all support features (the paper), or "within", the covariance pooled within classes
+        with divisor n - k, which is zero if every class has one example.
+    prior_shots : float
+        nu >= 0: how many shots S is worth. 1 is the paper's; ``math.inf`` gives every class S + beta I, as linear
+        discriminant analysis does.
+
+    Attributes
+    ----------
+    settings : CovarianceSettings
+
+    Raises
+    ------
+    ValueError
+        A setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        beta: float | str = 1.0,
+        task_covariance: bool = True,
+        one_shot_covariance: str = "zero",
+        shared: str = "task",
+        prior_shots: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.settings = CovarianceSettings(beta, task_covariance, one_shot_covariance, shared, prior_shots)
+
+    @classmethod
+    def of(cls, settings: CovarianceSettings) -> RegularizedCovariance:
+        """Make the module with these settings."""
+        return cls(**vars(settings))
+
+    def forward(self, features: Tensor, labels: Tensor) -> ClassGaussians:
+        """Fit the Gaussian of each class; differentiable with respect to the features.
+
+        Parameters
+        ----------
+        features : Tensor of shape (n, d)
+            Any floating-point dtype, finite. Arithmetic is in float64 (float32 on devices without it), outside
+            autocast. Results come back in the features' dtype, float32 at least.
+        labels : int64 Tensor of shape (n,)
+            0..k-1, every class with at least one example.
+
+        Returns
+        -------
+        ClassGaussians
+
+        Raises
+        ------
+        ValueError
+            On a wrong shape or dtype, NaN or infinity (the row is named), an empty support set, a class without an
+            example (the class is named), or features so large that ``beta`` is lost to rounding.
+        """
+        return ClassGaussians(features, labels, choose_beta(self.settings, features, labels))
+
+    def with_chosen_settings(
+        self, features: Tensor, labels: Tensor, groups: Tensor | None = None
+    ) -> RegularizedCovariance:
+        """Return the module with a beta of "auto" replaced by the one chosen on the support set.
+
+        For features (n, d), labels (n,), and ``groups`` (n,) that are left out together.
+        """
+        return self.of(choose_beta(self.settings, features, labels, groups)) if self.settings.beta == "auto" else self
+
+    def extra_repr(self) -> str:
+        """Name the settings in ``repr``; those beyond the paper where they are not the paper's."""
+        s = self.settings
+        paper = f"beta={s.beta!r}, task_covariance={s.task_covariance}, one_shot_covariance={s.one_shot_covariance!r}"
+        beyond = f", shared={s.shared!r}, prior_shots={s.prior_shots!r}"
+        return paper if (s.shared, s.prior_shots) == ("task", 1.0) else paper + beyond
 
 
 class MahalanobisHead(Head[ClassGaussians]):

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.checks import check_features, check_support, full_precision, working_dtype
-from fewshot_mahalanobis.gaussians.groups import joined_groups
 from fewshot_mahalanobis.gaussians.plda import (
     Plda,
     PldaSettings,
@@ -22,6 +20,13 @@ from fewshot_mahalanobis.gaussians.plda import (
     leave_one_out_plda_logits,
     relative_distance,
     to_power,
+)
+from fewshot_mahalanobis.gaussians.support import (
+    check_features,
+    check_support,
+    full_precision,
+    joined_groups,
+    working_dtype,
 )
 from fewshot_mahalanobis.heads.head import Head
 from fewshot_mahalanobis.heads.mahalanobis import ExportedMahalanobis

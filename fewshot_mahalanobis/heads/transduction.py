@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import (
+from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings, regularized_covariance
+from fewshot_mahalanobis.gaussians.support import (
     check_features,
     class_means,
     full_precision,
     result_dtype,
     working_dtype,
 )
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.heads.head import Head
 
 #: Weight of a query, in support images, and largest weight of all queries of a class, in its support images.
@@ -143,12 +143,10 @@ def weighted_distance(x: Tensor, weights: Tensor, queries: Tensor, settings: Cov
     else:
         centred = x - x.mean(dim=0)
         shared = centred.T @ centred / max(len(x) - 1, 1)
-    ridge = settings.ridge * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     columns = []
     for mean, scatter, count in zip(means, scatters, counts, strict=True):
-        weight = 1.0 if settings.without_shared else count / (count + settings.prior_shots)  # lambda_k
-        root = torch.linalg.cholesky(weight * scatter / count + (1 - weight) * shared + ridge)  # equation 3
-        whitened = torch.linalg.solve_triangular(root, (queries - mean).T, upper=False)
+        q = regularized_covariance(scatter / count, shared, settings.class_weight(count), settings.ridge)
+        whitened = torch.linalg.solve_triangular(torch.linalg.cholesky(q), (queries - mean).T, upper=False)
         columns.append(whitened.square().sum(dim=0))
     return torch.stack(columns, dim=1)
 

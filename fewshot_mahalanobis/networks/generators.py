@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.checks import full_precision
+from fewshot_mahalanobis.gaussians.support import full_precision
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.resnet import BLOCKS_PER_LAYER, LAYER_WIDTHS, FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, mean_over_set, recomputed

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import full_precision
+from fewshot_mahalanobis.gaussians.support import full_precision
 from fewshot_mahalanobis.heads import Head, LinearHead, MahalanobisHead, TransductiveHead, make_head
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
@@ -480,7 +480,7 @@ class SimpleCNAPS(nn.Module):
             As for the class.
         beta : float or "auto"
             Ridge in squared feature units. The default suits features of any scale: it is chosen on each support set by
-            exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.choose.choose_beta`).
+            exact leave-one-out (:func:`~fewshot_mahalanobis.gaussians.leave_out.choose_beta`).
         task_covariance : bool
             As for the class.
         adaptation : {"none", "film"}

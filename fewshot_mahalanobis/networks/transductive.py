@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.checks import class_means, full_precision
+from fewshot_mahalanobis.gaussians.support import class_means, full_precision
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, mean_over_set
 
 

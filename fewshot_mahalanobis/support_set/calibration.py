@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.groups import effective_counts, left_out_weights
+from fewshot_mahalanobis.gaussians.support import effective_counts, left_out_weights
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.features import Features

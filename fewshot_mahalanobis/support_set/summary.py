@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.groups import left_out_weights
+from fewshot_mahalanobis.gaussians.support import left_out_weights
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import CosineHead
 from fewshot_mahalanobis.support_set.copies import groups_of_several

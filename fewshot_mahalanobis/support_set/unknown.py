@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import class_means
-from fewshot_mahalanobis.gaussians.groups import examples_left, group_weights
+from fewshot_mahalanobis.gaussians.support import class_means, examples_left, group_weights
 from fewshot_mahalanobis.heads import CosineHead, Head
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.warn import warn_caller

@@ -60,7 +60,7 @@ from torch.nn import functional as F
 from fewshot_mahalanobis import load_checkpoint
 from fewshot_mahalanobis.__main__ import main
 from fewshot_mahalanobis.gaussians import plda
-from fewshot_mahalanobis.gaussians.checks import full_precision
+from fewshot_mahalanobis.gaussians.support import full_precision
 from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.networks.devices import native_bfloat16
 from fewshot_mahalanobis.networks.efficientnet import EfficientNetLayers, load_in_order_

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.heads import EuclideanHead, LinearHead, MahalanobisHead, describe_head
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from tests.tiny import QUERY_LABELS, SUPPORT_LABELS, adapting_model, drawn
 

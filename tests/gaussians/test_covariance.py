@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fewshot_mahalanobis.gaussians import covariance as covariance_module
 from fewshot_mahalanobis.gaussians import low_rank
-from fewshot_mahalanobis.gaussians.checks import class_means
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.support import class_means
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from tests import reference
 from tests.drawn_tasks import make_task
 

@@ -11,9 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.choose import BETA_GRID, choose_beta
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.gaussians.groups import (
+from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
+from fewshot_mahalanobis.gaussians.leave_out import BETA_GRID, choose_beta, leave_one_out_distance
+from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings, leave_one_out_plda_logits
+from fewshot_mahalanobis.gaussians.support import (
     effective_counts,
     examples_left,
     group_weights,
@@ -21,11 +22,9 @@ from fewshot_mahalanobis.gaussians.groups import (
     joined_groups,
     left_out_weights,
 )
-from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance
-from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings, leave_one_out_plda_logits
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature, temperature_fit
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from tests import reference
 from tests.drawn_tasks import make_task
 from tests.gaussians.test_covariance import SETTINGS

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.leave_one_out import leave_one_out_distance, squared_distance_to_others
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
+from fewshot_mahalanobis.gaussians.leave_out import leave_one_out_distance, squared_distance_to_others
 from tests import reference
 from tests.drawn_tasks import make_task
 from tests.gaussians.test_covariance import SETTINGS

@@ -41,10 +41,10 @@ from torch import Tensor
 from fewshot_mahalanobis import testing
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier
-from fewshot_mahalanobis.gaussians.checks import working_dtype
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
 from fewshot_mahalanobis.gaussians.plda import PldaSettings
+from fewshot_mahalanobis.gaussians.support import working_dtype
 from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from fewshot_mahalanobis.testing import (
     COVARIANCE_PROPERTIES,
     HEAD_PROPERTIES,

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis import heads
 from fewshot_mahalanobis.gaussians import plda
-from fewshot_mahalanobis.gaussians.checks import class_means
-from fewshot_mahalanobis.gaussians.choose import choose_beta
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
+from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
+from fewshot_mahalanobis.gaussians.leave_out import choose_beta
 from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.support import class_means
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead, mahalanobis
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from tests import reference
 from tests.drawn_tasks import make_task
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance, SimpleCNAPS, SimpleCNAPSClassifier
 from fewshot_mahalanobis.checkpoints import CheckpointError
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
-from fewshot_mahalanobis.gaussians.choose import choose_beta
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
+from fewshot_mahalanobis.gaussians.leave_out import choose_beta
 from fewshot_mahalanobis.heads import EuclideanHead
 
 SIZE = 32

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
 from fewshot_mahalanobis.heads import TransductiveHead
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes

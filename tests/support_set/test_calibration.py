@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional as F
 
 from fewshot_mahalanobis import MahalanobisClassifier
-from fewshot_mahalanobis.gaussians.choose import BETA_GRID, choose_beta
-from fewshot_mahalanobis.gaussians.covariance import RegularizedCovariance
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
+from fewshot_mahalanobis.gaussians.leave_out import BETA_GRID, choose_beta
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import MahalanobisHead
+from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from tests.drawn_tasks import make_task
 
 AUTO = CovarianceSettings("auto")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import check_support, full_precision, result_dtype
+from fewshot_mahalanobis.gaussians.support import check_support, full_precision, result_dtype
 from fewshot_mahalanobis.heads import LinearClassifier, LinearLayerHead
 from fewshot_mahalanobis.research.baselines.method import Method
 

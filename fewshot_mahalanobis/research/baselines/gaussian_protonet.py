@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import check_features, check_support, class_means, full_precision
+from fewshot_mahalanobis.gaussians.support import check_features, check_support, class_means, full_precision
 from fewshot_mahalanobis.research.baselines.method import Method
 
 

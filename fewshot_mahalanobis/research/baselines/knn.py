@@ -10,7 +10,7 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.checks import check_features, check_support, result_dtype
+from fewshot_mahalanobis.gaussians.support import check_features, check_support, result_dtype
 from fewshot_mahalanobis.research.baselines.method import Method
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import check_support, full_precision, result_dtype
+from fewshot_mahalanobis.gaussians.support import check_support, full_precision, result_dtype
 from fewshot_mahalanobis.heads import LinearClassifier, LinearLayerHead
 from fewshot_mahalanobis.research.baselines.method import Method
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.checks import class_means
+from fewshot_mahalanobis.gaussians.support import class_means
 from fewshot_mahalanobis.heads import LinearClassifier
 from fewshot_mahalanobis.research.baselines.maml import MAML
 

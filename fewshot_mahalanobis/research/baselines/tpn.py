@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import (
+from fewshot_mahalanobis.gaussians.support import (
     check_features,
     check_support,
     full_precision,

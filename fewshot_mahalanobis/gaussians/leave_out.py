@@ -34,28 +34,38 @@ the same for all groups of one size, and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.checks import check_support, full_precision, result_dtype, working_dtype
-from fewshot_mahalanobis.gaussians.groups import groups_by_size, joined_groups
+from fewshot_mahalanobis.gaussians.covariance import (
+    ClassBatch,
+    CovarianceSettings,
+    class_batch,
+    class_batches,
+    shared_covariance,
+)
 from fewshot_mahalanobis.gaussians.low_rank import (
     MAX_CHUNK_NUMBERS,
     MIN_ROUNDINGS,
-    ClassGroup,
     Metric,
     SharedCovariance,
-    class_group,
-    class_groups,
-    class_roots,
-    deviations,
-    make_metric,
-    members_by_shots,
+    roots_of_scatter,
 )
-from fewshot_mahalanobis.gaussians.settings import CovarianceSettings
+from fewshot_mahalanobis.gaussians.support import (
+    check_support,
+    deviations,
+    full_precision,
+    groups_by_size,
+    joined_groups,
+    left_out_weights,
+    members_by_shots,
+    result_dtype,
+    working_dtype,
+)
+from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 
 
 def leave_one_out_distance(
@@ -96,14 +106,14 @@ def leave_one_out_distance(
             return _without_groups(x, labels, counts, groups, centre, settings).to(result_dtype(features))
         left = _shared_without_one(x, labels, counts, settings)
         distances = x.new_full((len(x), len(counts)), torch.inf)
-        for group in class_groups(x, labels, counts, centre, settings):
-            metric = make_metric(group, left.shared, settings.ridge)
-            column = _of_other_classes(metric, x, left.vectors, group.shared_weight * left.removed)
+        for group in class_batches(x, labels, counts, centre, settings):
+            metric = group.metric(left.shared, settings.ridge)
+            column = _of_other_classes(metric, x, left.vectors, (1 - group.class_weight) * left.removed)
             if settings.shared == "within" and not settings.without_shared and (counts == 1).any():
                 # An example that is alone in its class leaves nothing behind: the other classes are as they were.
-                whole = SharedCovariance.of(x, labels, counts, settings)
+                whole = shared_covariance(x, labels, counts, settings)
                 alone = (counts[labels] == 1).nonzero()[:, 0]
-                unchanged = make_metric(group, whole, settings.ridge).squared_distance(x[alone])
+                unchanged = group.metric(whole, settings.ridge).squared_distance(x[alone])
                 column = column.index_copy(0, alone, unchanged)
             distances = distances.index_copy(1, group.classes, column)
         for classes, rows in members_by_shots(labels, counts):
@@ -191,16 +201,16 @@ def _of_own_classes(
     if shots == 1:
         return members.new_full((len(members), 1), torch.inf)
     if shots == 2:  # each of a pair against the other, a class of one
-        group = class_group(members.flip(1).flatten(0, 1)[:, None], classes, centre, settings)
+        group = class_batch(members.flip(1).flatten(0, 1)[:, None], classes, centre, settings)
         members, vectors, removed = (tensor.flatten(0, 1)[:, None] for tensor in (members, vectors, removed))
         own_removed = 0.0
     else:
-        weight = settings.class_weight(shots - 1)
-        roots = class_roots(members, weight, shots - 2)
-        group = ClassGroup(classes, members.mean(dim=1), roots, 1.0 - weight)
+        weight = settings.class_weight(shots - 1.0)
+        roots = roots_of_scatter(members, shots - 2) if weight else members[:, :0]
+        group = ClassBatch(classes, members.mean(dim=1), roots, weight)
         own_removed = weight * shots / ((shots - 1) * (shots - 2))
-    metric = make_metric(group, shared, settings.ridge)
-    return _of_own_class(metric, members, vectors, group.shared_weight * removed, own_removed)
+    metric = group.metric(shared, settings.ridge)
+    return _of_own_class(metric, members, vectors, (1 - group.class_weight) * removed, own_removed)
 
 
 def _of_own_class(metric: Metric, members: Tensor, vectors: Tensor, removed: Tensor, own_removed: float) -> Tensor:
@@ -251,12 +261,12 @@ def _without_groups(
 ) -> Tensor:
     """Distances (n, k) of centred examples to the classes without their groups."""
     distances = x.new_full((len(x), len(counts)), torch.inf)
-    whole = class_groups(x, labels, counts, centre, settings)
+    whole = class_batches(x, labels, counts, centre, settings)
     for left in _left_groups(x, labels, counts, groups, settings):
         rows = left.rows.flatten()
         for group in whole:
-            metric = make_metric(group, left.shared, settings.ridge)
-            columns = _of_untouched_classes(metric, x, left, group.shared_weight * left.shared.scale)
+            metric = group.metric(left.shared, settings.ridge)
+            columns = _of_untouched_classes(metric, x, left, (1 - group.class_weight) * left.shared.scale)
             distances = distances.index_put((rows[:, None], group.classes[None]), columns)
         held = F.one_hot(left.labels, len(counts)).sum(dim=1)  # members in each class (G, k)
         gone = (held == counts).repeat_interleave(left.rows.shape[1], dim=0)
@@ -332,10 +342,10 @@ def _of_classes_of_one(
 ) -> Tensor:
     """Distances (P, g) of the members of P groups to classes of which one example stays, in row ``rest`` (P,)."""
     rows = left.rows[pairs[:, 0]]
-    group = class_group(x[rest][:, None], pairs[:, 1], centre, settings)
-    metric = make_metric(group, left.shared, settings.ridge)
+    group = class_batch(x[rest][:, None], pairs[:, 1], centre, settings)
+    metric = group.metric(left.shared, settings.ridge)
     delta = metric.coordinates(x[rows]) - metric.mean_coordinates()
-    u = math.sqrt(group.shared_weight * left.shared.scale) * metric.coordinates(left.vectors[rows])
+    u = math.sqrt((1 - group.class_weight) * left.shared.scale) * metric.coordinates(left.vectors[rows])
     return _downdated(delta, u, left.inverse_weights[pairs[:, 0]])
 
 
@@ -361,17 +371,17 @@ def _of_touched_classes(
     table[places[order], slots] = order
     lost = groups[table]  # (k', w)
 
-    weight = settings.class_weight(shots)
-    roots = class_roots(of_class, weight, shots - 1)
-    group = ClassGroup(classes, of_class.mean(dim=1), roots, 1.0 - weight)
-    metric = make_metric(group, left.shared, settings.ridge)
+    weight = settings.class_weight(float(shots))
+    roots = roots_of_scatter(of_class, shots - 1) if weight else of_class[:, :0]
+    group = ClassBatch(classes, of_class.mean(dim=1), roots, weight)
+    metric = group.metric(left.shared, settings.ridge)
     rows = left.rows[lost]  # (k', w, g)
     v, vectors = (metric.coordinates(z[rows].flatten(1, 2)).unflatten(1, rows.shape[1:]) for z in (x, left.vectors))
     own = (left.labels[lost] == classes[:, None, None]).to(x)
     v = v - metric.mean_coordinates()[:, None]
     of_own = own[..., None] * v
     delta = v + of_own.sum(dim=2, keepdim=True) / shots  # x less the mean of those that stay
-    u = [math.sqrt(weight / (shots - 1)) * of_own, math.sqrt(group.shared_weight * left.shared.scale) * vectors]
+    u = [math.sqrt(weight / (shots - 1)) * of_own, math.sqrt((1 - group.class_weight) * left.shared.scale) * vectors]
     g = rows.shape[2]
     inverse_weights = x.new_zeros(*rows.shape[:2], 2 * g, 2 * g)
     identity = torch.eye(g, dtype=x.dtype, device=x.device)
@@ -392,3 +402,64 @@ def _solve(rest: Tensor, cross: Tensor) -> Tensor:
     lower, _ = torch.linalg.cholesky_ex(rest)
     _kept(lower.diagonal(dim1=-2, dim2=-1).square())
     return torch.linalg.solve_triangular(lower, cross, upper=False)
+
+
+# ---------------------------------------------------------------- beta
+
+#: Candidates for beta, in units of the features' mean variance, strongest first: 10^2 to 10^-2.5.
+BETA_GRID = tuple(10.0 ** (half / 2) for half in range(4, -6, -1))
+#: Prior: log10(beta / v) ~ Normal(CENTRE, SPREAD).
+_PRIOR_CENTRE, _PRIOR_SPREAD = 1.0, 0.5
+
+
+def choose_beta(
+    settings: CovarianceSettings, features: Tensor, labels: Tensor, groups: Tensor | None = None
+) -> CovarianceSettings:
+    """Replace a beta of "auto" by the most probable one under leave-one-out and a prior.
+
+    Twenty-five examples say little about beta, and the best of many candidates on so few is the luckiest. So beta has a
+    log-normal prior: with v the mean variance of a feature over the support set, log10(beta / v) has mean 1 and
+    standard deviation 1/2, numbers chosen on validation classes. The beta returned minimises the sum of the left-out
+    examples' cross-entropies, each at its beta's best temperature, less the logarithm of the prior. With many examples
+    the prior hardly counts.
+
+    Targets of the cross-entropy are smoothed by Laplace's rule: with N examples the true class gets (N + 1) / (N + k).
+
+    Parameters
+    ----------
+    settings : CovarianceSettings
+        Returned unchanged if beta is a number.
+    features : Tensor of shape (n, d)
+    labels : int64 Tensor of shape (n,)
+        0..k-1, every class with at least one example.
+    groups : int64 Tensor of shape (n,), optional
+        Examples of equal number are left out together, and count as one.
+
+    Returns
+    -------
+    CovarianceSettings
+        Beta is one of ``BETA_GRID`` times v. If no class has two groups nothing can be left out, and beta is v. If v
+        is zero beta does not matter, and is 1.
+
+    Raises
+    ------
+    ValueError
+        As :class:`~fewshot_mahalanobis.RegularizedCovariance`.
+    """
+    if settings.beta != "auto":
+        return settings
+    check_support(features, labels)
+    features = features.detach().double()
+    variance = float(features.var(dim=0).mean()) if len(features) > 1 else 0.0
+    groups = joined_groups(groups)
+    weights = left_out_weights(labels, groups)
+    left_out = float(weights.sum())
+    if variance == 0.0 or left_out == 0.0:
+        return replace(settings, beta=variance or 1.0)
+    posterior: list[tuple[float, CovarianceSettings]] = []
+    for factor in BETA_GRID:
+        candidate = replace(settings, beta=factor * variance)
+        loss = temperature_fit(-leave_one_out_distance(candidate, features, labels, groups), labels, 1.0, weights).loss
+        deviation = (math.log10(factor) - _PRIOR_CENTRE) / _PRIOR_SPREAD
+        posterior.append((left_out * loss + 0.5 * deviation**2, candidate))
+    return min(posterior, key=lambda pair: pair[0])[1]
