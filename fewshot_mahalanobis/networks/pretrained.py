@@ -9,7 +9,8 @@ import torch
 
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
+from fewshot_mahalanobis.networks.efficientnet import LITE0, MEANS, EfficientNet
+from fewshot_mahalanobis.networks.pooling import Statistic
 
 
 def pretrained_extractor(
@@ -19,7 +20,7 @@ def pretrained_extractor(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     positions: Sequence[str] | None = (),
-    last_maps: float = 0.0,
+    pooling: Sequence[Statistic] | None = None,
 ) -> Backbone | EfficientNet:
     """Make a pretrained network without its classification layer.
 
@@ -31,8 +32,8 @@ def pretrained_extractor(
         As in :meth:`SimpleCNAPS.from_backbone <fewshot_mahalanobis.SimpleCNAPS.from_backbone>`.
     positions : sequence of str, optional
         Normalisation layers that FiLM follows; none by default, and None finds them by rule.
-    last_maps : float
-        As in :class:`~fewshot_mahalanobis.networks.efficientnet.EfficientNet`; ignored for networks of timm.
+    pooling : sequence of Statistic, optional
+        As in :class:`~fewshot_mahalanobis.networks.efficientnet.EfficientNet`, for "efficientnet-lite0" alone.
 
     Raises
     ------
@@ -44,7 +45,9 @@ def pretrained_extractor(
     if name == LITE0:
         if mean is not None or std is not None:
             raise ValueError(f"{name!r} has a known normalisation of its images: leave out mean and std")
-        return EfficientNet.pretrained(image_size or 224, positions, last_maps)
+        return EfficientNet.pretrained(image_size or 224, positions, MEANS if pooling is None else pooling)
+    if pooling is not None:
+        raise ValueError(f"pooling is for {LITE0!r}: {name!r} pools its maps itself")
     network = timm_network(name, image_size, pretrained=True)
     from timm.data import resolve_model_data_config
 

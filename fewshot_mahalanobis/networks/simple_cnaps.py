@@ -37,6 +37,7 @@ from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator, NetworkFilmGenerator
+from fewshot_mahalanobis.networks.pooling import read_statistics
 from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, in_batches, mean_over_set
@@ -459,7 +460,7 @@ class SimpleCNAPS(nn.Module):
         positions: Sequence[str] | None = None,
         encoder_size: int | None = None,
         frozen_features: bool = False,
-        last_maps: float = 0.0,
+        pooling: Sequence[Mapping[str, Any]] | None = None,
     ) -> SimpleCNAPS:
         """Put the head on another frozen network: of timm, of torchvision, or of your own.
 
@@ -493,8 +494,9 @@ class SimpleCNAPS(nn.Module):
             Side that images are resized to for the set encoder, in pixels. By default they are not resized.
         frozen_features : bool
             As above.
-        last_maps : float
-            As in :class:`~fewshot_mahalanobis.networks.efficientnet.EfficientNet`; for "efficientnet-lite0" alone.
+        pooling : sequence of mappings, optional
+            How features are made of the maps of "efficientnet-lite0": each entry has the arguments of a
+            :class:`~fewshot_mahalanobis.networks.pooling.Statistic`. By default they are means of the final maps.
 
         Returns
         -------
@@ -514,10 +516,11 @@ class SimpleCNAPS(nn.Module):
             _check_image_size(image_size, 1)
         settings: Any = {"image_size": image_size, "mean": mean, "std": std}
         settings["positions"] = positions if adaptation == "film" else ()
-        if last_maps and backbone != LITE0:
-            raise ValueError(f"last_maps is for {LITE0!r}, not for another backbone")
+        statistics = None if pooling is None else read_statistics(pooling)
         if isinstance(backbone, str):
-            extractor: Backbone | EfficientNet = pretrained_extractor(backbone, **settings, last_maps=last_maps)
+            extractor: Backbone | EfficientNet = pretrained_extractor(backbone, **settings, pooling=statistics)
+        elif statistics is not None:
+            raise ValueError(f"pooling is for {LITE0!r}: a module of your own gives features")
         else:
             extractor = Backbone.from_module(backbone, **settings)
         return cls(

@@ -30,6 +30,7 @@ from fewshot_mahalanobis.networks.efficientnet import (
 )
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.norms import affine_norms, default_positions, trace_norms
+from fewshot_mahalanobis.networks.pooling import read_statistics
 from fewshot_mahalanobis.research.training.meta_train import meta_train
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 
@@ -314,27 +315,76 @@ def test_meta_training_on_a_network_by_name_learns_set_encoder_generator_and_sca
     assert buffer.tell() < 8_000_000
 
 
-def test_means_of_the_last_maps_follow_the_final_features():
+PARTS = [{"maps": "final", "exponent": 3}, {"maps": "last_block", "kind": "deviation", "weight": 0.5}]
+
+
+def test_features_are_pooled_from_the_final_maps_and_those_of_the_last_block():
     torch.manual_seed(0)
     images = torch.rand(2, 3, 64, 64) * 2 - 1
-    plain, both = EfficientNet.pretrained(64, None), EfficientNet.pretrained(64, None, last_maps=0.5)
-    film = Film({name: (torch.rand(c) + 0.5, torch.randn(c) * 0.1) for name, c in both.film_positions.items()})
+    pooled = EfficientNet.pretrained(64, None, read_statistics(PARTS))
+    film = Film({name: (torch.rand(c) + 0.5, torch.randn(c) * 0.1) for name, c in pooled.film_positions.items()})
     maps = []
-    plain.network.blocks.register_forward_hook(lambda module, inputs, output: maps.append(output))
+    network = pooled.network
+    network.blocks.register_forward_hook(lambda module, inputs, output: maps.append(output))
     with torch.no_grad():
-        wanted = torch.cat([plain(images), 0.5 * maps[0].mean((2, 3))], dim=1)
-        assert both.out_features == wanted.shape[1] == 1600
-        torch.testing.assert_close(both(images), wanted)
-        torch.testing.assert_close(both.for_inference()(images), wanted, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(both.for_inference(film)(images), both(images, film), rtol=1e-3, atol=1e-4)
+        features = pooled(images)
+        final = network.activation(network.bn2(network.conv_head(maps[0])))
+        wanted = torch.cat([final.pow(3).mean((2, 3)).pow(1 / 3), 0.5 * maps[0].std((2, 3), correction=0)], dim=1)
+        assert pooled.out_features == wanted.shape[1] == 1600
+        torch.testing.assert_close(features, wanted, rtol=1e-3, atol=2e-4)  # values below 1e-4 count as that
+        torch.testing.assert_close(pooled.for_inference()(images), features, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(pooled.for_inference(film)(images), pooled(images, film), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf")])
-def test_a_bad_factor_of_the_last_maps_is_refused(factor):
-    with pytest.raises(ValueError, match="last_maps"):
-        EfficientNet(LITE0, last_maps=factor)
+def test_a_checkpoint_and_a_file_keep_the_pooling(tmp_path):
+    model = SimpleCNAPS.from_backbone(LITE0, image_size=64, head="auto", pooling=PARTS)
+    model.save_pretrained(tmp_path / "checkpoint")
+    assert json.loads((tmp_path / "checkpoint" / "config.json").read_text())["backbone"]["pooling"] == [
+        {"maps": "final", "kind": "mean", "exponent": 3.0, "weight": 1.0},
+        {"maps": "last_block", "kind": "deviation", "exponent": 1.0, "weight": 0.5},
+    ]
+    again = load_checkpoint(tmp_path / "checkpoint")
+    assert again.config == model.config
+    classifier = SimpleCNAPSClassifier(again, precision="float32").fit(pictures(8), LABELS)
+    classifier.save(tmp_path / "fitted.safetensors")
+    restored = SimpleCNAPSClassifier.load(tmp_path / "fitted.safetensors", device="cpu")
+    wanted = classifier.decision_function(pictures(3, seed=1))
+    np.testing.assert_allclose(restored.decision_function(pictures(3, seed=1)), wanted, rtol=1e-4)
+    classifier.export_onnx(tmp_path / "fitted.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "fitted.onnx")
+    images = pictures(3, seed=1).transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1
+    np.testing.assert_allclose(session.run(None, {"images": images})[0], wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_last_maps_are_for_our_network_alone():
-    with pytest.raises(ValueError, match="last_maps"):
-        SimpleCNAPS.from_backbone(nn.Flatten(), image_size=32, mean=(0,) * 3, std=(1,) * 3, last_maps=0.6)
+def test_a_file_with_the_settings_of_another_version_is_refused_with_the_remedy(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["backbone"]["pooling"]
+    config["backbone"]["last_maps"] = 0.6
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"unknown field `last_maps`.*another version.*save again"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "message"),
+    [
+        ([{"maps": "middle"}], "pooling: Invalid enum value 'middle'"),
+        ([{"maps": "final", "kind": "median"}], "pooling: Invalid enum value 'median'"),
+        ([{"maps": "final", "weight": 0}], "pooling: Expected `float` > 0"),
+        ([{"maps": "final", "exponent": 9}], "pooling: Expected `float` <= 8"),
+        ([{"maps": "final", "power": 2}], "pooling: Object contains unknown field `power`"),
+        ([{"weight": 1}], "pooling: Object missing required field `maps`"),
+        ([], "pooling: Expected `array` of length >= 1"),
+    ],
+)
+def test_what_is_no_pooling_is_refused(pooling, message):
+    with pytest.raises(ValueError, match=message):
+        SimpleCNAPS.from_backbone(LITE0, pooling=pooling)
+
+
+def test_pooling_is_for_our_network_alone():
+    with pytest.raises(ValueError, match="pooling is for 'efficientnet-lite0'"):
+        SimpleCNAPS.from_backbone(nn.Flatten(), image_size=32, mean=(0,) * 3, std=(1,) * 3, pooling=PARTS)
+    with pytest.raises(ValueError, match="'resnet10t' pools its maps itself"):
+        SimpleCNAPS.from_backbone("resnet10t", pooling=PARTS)

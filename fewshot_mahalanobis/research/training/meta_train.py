@@ -153,7 +153,7 @@ def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
     others = {"head", "scale", "beta", "image_size", "frozen_features"}
     settings = {name: value for name, value in model.config.items() if name not in others}
     if isinstance(network := settings.get("backbone"), dict):
-        settings["backbone"] = {name: value for name, value in network.items() if name != "last_maps"}
+        settings["backbone"] = {name: value for name, value in network.items() if name != "pooling"}
     return settings
 
 
