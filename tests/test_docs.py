@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 import fewshot_mahalanobis
 from fewshot_mahalanobis import SimpleCNAPSClassifier, available_checkpoints, load_checkpoint
 from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.checkpoints import card
 from fewshot_mahalanobis.checkpoints.web_page import RUNTIME_BYTES
 from fewshot_mahalanobis.heads import transduction
 from fewshot_mahalanobis.networks import devices
@@ -169,11 +170,23 @@ def test_every_link_to_a_file_of_the_repository_leads_to_one() -> None:
 
 
 def test_every_source_file_that_a_page_names_exists() -> None:
-    folders = [ROOT, ROOT / "fewshot_mahalanobis", ROOT / "examples" / "extending"]
+    package = ROOT / "fewshot_mahalanobis"
+    folders = [ROOT, package, package / "gaussians", ROOT / "examples" / "extending"]
     for page in PAGES:
         for name in re.findall(r"`([\w/]+\.(?:py|toml|sh|cff))`", page.read_text()):
             if page.stem != "training":  # whose files of settings the reader writes
                 assert any((folder / name).exists() for folder in folders), f"{page}: {name}"
+
+
+def test_the_readers_path_leads_to_files_that_define_what_it_names() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text().split("## A reader's path\n")[1].split("\n## ")[0]
+    stations = re.findall(r"^\d\. \[.*?\]\((\S+)\): (.*?)(?=^\d\.|\Z)", page, re.MULTILINE | re.DOTALL)
+    assert len(stations) == 5
+    for link, text in stations[1:]:
+        others = [ROOT / "fewshot_mahalanobis" / name for name in re.findall(r"`([\w/]+\.py)`", text)]
+        code = "".join(file.read_text() for file in (ROOT / link, *others))
+        for name in re.findall(r"`(\w+)`", text):
+            assert re.search(rf"^ *(def|class) {name}\b", code, re.MULTILINE), f"{link}: {name}"
 
 
 def test_pages_read_well_in_the_repository_and_the_site_has_links_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,6 +424,8 @@ def test_constants_of_the_method_are_those_that_the_pages_name() -> None:
         f"counts like a support image. Here it counts as {weight} of one, and all queries of a class together count "
         f"at most {most} its support images"
     ) in sentences("docs/transduction.md")
+    assert f"first five of each class, at {card.SIDE} x {card.SIDE} pixels" in sentences("docs/sharing.md")
+    assert card.MAX_THUMBNAILS == 5
     assert "19 images for 5 %, 9 for 10 %" in sentences("docs/unknown_classes.md")
     for images, rate in ((19, 0.05), (9, 0.1)):  # the fewest for which the rate needs no warning
         with warnings.catch_warnings():
