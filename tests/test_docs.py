@@ -178,6 +178,17 @@ def test_every_source_file_that_a_page_names_exists() -> None:
                 assert any((folder / name).exists() for folder in folders), f"{page}: {name}"
 
 
+def test_the_tests_that_continuous_integration_names_exist() -> None:
+    scripts = [ROOT / ".ci" / "run", ROOT / ".github" / "workflows" / "release.yml"]
+    words = [word for script in scripts for word in re.findall(r"tests/[\w/{},.]*\w", script.read_text())]
+    assert len(words) > 10
+    for word in words:
+        before, _, rest = word.partition("{")
+        choices, _, after = rest.partition("}")
+        for choice in choices.split(","):
+            assert (ROOT / f"{before}{choice}{after}").exists(), word
+
+
 def test_the_readers_path_leads_to_files_that_define_what_it_names() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text().split("## A reader's path\n")[1].split("\n## ")[0]
     stations = re.findall(r"^\d\. \[.*?\]\((\S+)\): (.*?)(?=^\d\.|\Z)", page, re.MULTILINE | re.DOTALL)
