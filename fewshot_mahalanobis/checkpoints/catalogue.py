@@ -73,9 +73,7 @@ def _published(
     size: int,
     adaptation: str,
     trained_on: str,
-    transductive: bool = False,
 ) -> CheckpointRecord:
-    own = {"task_encoder": "transductive", "one_shot_covariance": "zero"} if transductive else {}
     return CheckpointRecord(
         name=name,
         url=_PUBLISHED.format(revision=_PUBLISHED_REVISION, path=path),
@@ -85,7 +83,7 @@ def _published(
         licence="MIT",
         image_size=84,
         trained_on=trained_on,
-        settings={"adaptation": adaptation, **_PUBLISHED_SETTINGS, **own},
+        settings={"adaptation": adaptation, **_PUBLISHED_SETTINGS},
         accuracies=_ACCURACIES.get(name, {}),
     )
 
@@ -151,15 +149,6 @@ _RECORDS = (
         size=98_307_784,
         adaptation="auto-regressive",
         trained_on=_META_DATASET,
-    ),
-    _published(
-        "transductive-cnaps-meta-dataset",  # Bateni et al., WACV 2022
-        "meta-dataset-checkpoints/best_transductive_cnaps.pt",
-        "f24f5c7cbe27ea5dda6ad0d262f350d46bddca7c",
-        size=79_391_432,
-        adaptation="film",
-        trained_on=_META_DATASET,
-        transductive=True,
     ),
     _published(
         "no-adaptation-meta-dataset",

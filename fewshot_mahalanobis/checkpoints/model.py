@@ -59,7 +59,6 @@ class ModelSettings(msgspec.Struct, Generic[Description], forbid_unknown_fields=
     projection: bool
     image_size: int
     encoder_size: int | msgspec.UnsetType = msgspec.UNSET
-    task_encoder: str | msgspec.UnsetType = msgspec.UNSET
     frozen_features: bool | msgspec.UnsetType = msgspec.UNSET
     backbone: Description | msgspec.UnsetType = msgspec.UNSET
 

@@ -1,7 +1,7 @@
 """Weights that others have published: their names turned into ours, downloads converted once and kept in a cache.
 
-The authors of Simple CNAPS published PyTorch files of Simple CNAPS, Simple AR-CNAPS and Transductive CNAPS; the authors
-of LITE (Bronskill et al., NeurIPS 2021) published Simple CNAPS on EfficientNet-B0.
+The authors of Simple CNAPS published PyTorch files of Simple CNAPS and Simple AR-CNAPS; the authors of LITE
+(Bronskill et al., NeurIPS 2021) published Simple CNAPS on EfficientNet-B0.
 
 The cache is the folder in the environment variable ``FEWSHOT_MAHALANOBIS_CACHE``, by default the platform's cache
 folder. It holds one checkpoint folder per file, named after the file's digest and the number of the conversion; the
@@ -52,7 +52,6 @@ Converted from {url}
 _RENAMES = (
     (r"^set_encoder\.pre_pooling_fn\.layer(\d)\.0\.", lambda m: f"set_encoder.convs.{int(m[1]) - 1}."),
     (r"^set_encoder\.pre_pooling_fn\.layer(\d)\.1\.", lambda m: f"set_encoder.norms.{int(m[1]) - 1}."),
-    (r"^set_encoder\.sequential_encoder\.", lambda m: "set_encoder.lstm."),
     (r"^feature_extractor\.layer(\d)\.", lambda m: f"feature_extractor.layers.{int(m[1]) - 1}."),
     (r"^feature_adaptation_network\.", lambda m: "film_generator."),
     (r"\.shared_layer_post\.", lambda m: ".shared_post."),
@@ -114,13 +113,11 @@ def _converted(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     adapts = any(key.startswith("feature_adaptation_network.layers.") for key in state_dict)
     autoregressive = "feature_adaptation_network.layers.0.shared_layer_post.0.weight" in state_dict
     linear = any(key.startswith("classifier_adaptation_network.") for key in state_dict)
-    transductive = "set_encoder.sequential_encoder.weight_ih_l0" in state_dict
     config = {
         "adaptation": "auto-regressive" if autoregressive else "film" if adapts else "none",
         "head": "linear" if linear else "mahalanobis",
         "scale": 1.0,
-        # Weighted covariances have no other divisor than N_k, and that of one example is zero.
-        **({"task_encoder": "transductive"} if transductive else {"one_shot_covariance": "published"}),
+        "one_shot_covariance": "published",
     }
     weights: dict[str, Tensor] = {}
     for key, value in state_dict.items():

@@ -22,7 +22,6 @@ from fewshot_mahalanobis.heads.prototypes import (
     ManhattanHead,
     PrototypeHead,
 )
-from fewshot_mahalanobis.heads.transduction import TransductiveHead
 
 __all__ = [
     "HEADS",
@@ -37,7 +36,6 @@ __all__ = [
     "MahalanobisHead",
     "ManhattanHead",
     "PrototypeHead",
-    "TransductiveHead",
     "describe_head",
     "head_from_description",
     "make_head",

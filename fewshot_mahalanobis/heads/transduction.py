@@ -13,7 +13,6 @@ Nothing is presumed of the shares of the classes among the queries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,19 +21,13 @@ from torch.nn import functional as F
 from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings, regularized_covariance
 from fewshot_mahalanobis.gaussians.support import (
     check_features,
-    class_means,
     full_precision,
-    result_dtype,
-    working_dtype,
 )
-from fewshot_mahalanobis.heads.head import Head
 
 #: Weight of a query, in support images, and largest weight of all queries of a class, in its support images.
 QUERY_WEIGHT, MAX_QUERY_WEIGHT = 0.3, 3.0
 #: Fewest and most refinements.
 MIN_STEPS, MAX_STEPS = 2, 10
-#: The same in Transductive CNAPS as published.
-PUBLISHED_MIN_STEPS, PUBLISHED_MAX_STEPS = 2, 4
 
 #: Query logits (m, k) -> weights (m, k) with which the queries belong to the classes.
 Weights = Callable[[Tensor], Tensor]
@@ -42,23 +35,20 @@ Weights = Callable[[Tensor], Tensor]
 Refinement = Callable[[Tensor], Tensor]
 
 
-def soft_k_means(logits: Tensor, refined: Callable[[Tensor], Tensor], min_steps: int, max_steps: int) -> Tensor:
-    """Refine logits (m, k) until no query changes its class.
+def soft_k_means(logits: Tensor, refined: Refinement) -> Tensor:
+    """Refine logits (m, k) until no query changes its class, at least twice and at most ten times.
 
     Parameters
     ----------
     logits : Tensor of shape (m, k)
         Logits before any refinement, from the support set alone.
-    refined : callable
-        Logits (m, k) by classes estimated with the queries, from their logits (m, k) before.
-    min_steps, max_steps : int
-        Refinements.
+    refined : Refinement
     """
     chosen = logits.argmax(dim=1)
-    for step in range(1, max_steps + 1):
+    for step in range(1, MAX_STEPS + 1):
         logits = refined(logits)
         before, chosen = chosen, logits.argmax(dim=1)
-        if step >= min_steps and torch.equal(before, chosen):
+        if step >= MIN_STEPS and torch.equal(before, chosen):
             break
     return logits
 
@@ -98,7 +88,7 @@ def refined_by_queries(
     with torch.no_grad(), full_precision(queries):
         x, q = _coordinates(support, queries)
         refined = refinement(x, F.one_hot(labels).to(x.dtype), q, weights)
-        return soft_k_means(start.to(x.dtype), refined, MIN_STEPS, MAX_STEPS).to(start.dtype)
+        return soft_k_means(start.to(x.dtype), refined).to(start.dtype)
 
 
 def weighted_refinement(
@@ -159,52 +149,3 @@ def _coordinates(support: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
         everything = everything @ torch.linalg.qr(everything.T).Q
     x, q = everything.split([len(support), len(queries)])
     return x, q
-
-
-class TransductiveHead(Head[tuple[Tensor, Tensor]]):
-    """Class Gaussians refined by all queries of an episode: soft k-means with Mahalanobis distances.
-
-    An example belongs to class k with weight w_ik: 1 or 0 for the support set, softmax of the logits for queries. With
-    N_k the sum of the weights of a class, mu_k and Sigma_k are the weighted mean and covariance (divisor N_k) and
-    Q_k = N_k / (N_k + 1) Sigma_k + 1 / (N_k + 1) Sigma + beta I, Sigma the covariance of all examples. Logits are those
-    of the Mahalanobis head. Starting from the support set alone, the classes are refined until no query changes its
-    class, at least twice and at most four times.
-
-    Parameters
-    ----------
-    settings : CovarianceSettings
-    scale : float
-        As for :class:`~fewshot_mahalanobis.MahalanobisHead`; beta is the one setting of the covariance in use.
-
-    References
-    ----------
-    Bateni, Barber, van de Meent, Wood: Enhancing Few-Shot Image Classification with Unlabelled Examples. WACV 2022.
-    """
-
-    name = "transductive"
-    title = "transductive"
-    paper_title = "Transductive CNAPS"
-    distance_power = 2
-
-    def __init__(self, settings: CovarianceSettings, scale: float) -> None:
-        super().__init__()
-        self.settings, self.scale = settings, scale
-
-    def fit(self, support_features: Tensor, support_labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the support set: every set of queries refines it anew."""
-        class_means(support_features, support_labels)  # checks them
-        return support_features, support_labels
-
-    def logits(self, state: tuple[Tensor, Tensor], query_features: Tensor) -> Tensor:
-        """Logits (m, k) of the queries (m, d) of an episode, which depend on one another."""
-        support, labels = state
-        check_features(query_features, "query features", width=support.shape[1])
-        with full_precision(query_features):
-            x, queries = (f.to(working_dtype(f)) for f in (support, query_features))
-            one_hot = F.one_hot(labels).to(x.dtype)
-            start = -self.scale * weighted_distance(x, one_hot, queries, self.settings)
-            probabilities = partial(torch.softmax, dim=1)
-            refined = weighted_refinement(self.settings, self.scale, x, one_hot, queries, probabilities)
-            return soft_k_means(start, refined, PUBLISHED_MIN_STEPS, PUBLISHED_MAX_STEPS).to(
-                result_dtype(query_features)
-            )

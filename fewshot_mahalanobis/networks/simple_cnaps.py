@@ -10,7 +10,6 @@ Metric ablations    ``head="euclidean" | "manhattan" | "cosine" | "dot_product"`
 Simple CNAPS -TR    ``task_covariance=False``
 Simple CNAPS +P     ``projection=True``
 CNAPS, AR-CNAPS     ``head="linear"``
-Transductive CNAPS  ``task_encoder="transductive"``
 Equation 2 as is    ``scale=0.5``
 ==================  ========================================================
 
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.support import full_precision
-from fewshot_mahalanobis.heads import Head, LinearHead, MahalanobisHead, TransductiveHead, make_head
+from fewshot_mahalanobis.heads import Head, LinearHead, make_head
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
@@ -42,7 +41,6 @@ from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, in_batches, mean_over_set
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, SupportBatches, check_episode
-from fewshot_mahalanobis.networks.transductive import TransductiveSetEncoder
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
@@ -51,7 +49,6 @@ GENERATORS: dict[str, type[FilmGenerator] | None] = {
     "auto-regressive": AutoregressiveFilmGenerator,
     "none": None,
 }
-TASK_ENCODERS: dict[str, type[SetEncoder]] = {"mean": SetEncoder, "transductive": TransductiveSetEncoder}
 
 
 class ProjectionNetwork(nn.Sequential):
@@ -86,10 +83,6 @@ class SimpleCNAPS(nn.Module):
         Side of the square images the network was trained on, in pixels.
     encoder_size : int, optional
         Side that images are resized to for the set encoder, in pixels. By default they are not resized.
-    task_encoder : {"mean", "transductive"}
-        How the task representation is computed: as the mean of the support set's encodings, or by the LSTM of
-        Transductive CNAPS, which reads the queries too (Bateni et al., WACV 2022). With "transductive" a forward pass
-        also refines the classes by the queries (:class:`~fewshot_mahalanobis.heads.TransductiveHead`).
     frozen_features : bool
         Add to the task representation a learned linear map of what the frozen network sees: mean and standard
         deviation of its features over the support set. It costs one more forward pass of the support set.
@@ -123,7 +116,6 @@ class SimpleCNAPS(nn.Module):
         projection: bool = False,
         image_size: int = 84,
         encoder_size: int | None = None,
-        task_encoder: str = "mean",
         frozen_features: bool = False,
         backbone: Backbone | EfficientNet | None = None,
     ) -> None:
@@ -140,17 +132,8 @@ class SimpleCNAPS(nn.Module):
             )
         if backbone is not None and (adaptation == "film") != bool(backbone.film_positions):
             raise ValueError("a backbone has positions for FiLM where adaptation is 'film', and nowhere else")
-        if task_encoder not in TASK_ENCODERS:
-            raise ValueError(f"task_encoder must be one of {sorted(TASK_ENCODERS)}, not {task_encoder!r}")
-        self.is_transductive = task_encoder == "transductive"
-        paper = (head, task_covariance, one_shot_covariance) == ("mahalanobis", True, "zero") and beta != "auto"
-        if self.is_transductive and (adaptation == "none" or not paper):
-            raise ValueError(
-                "task_encoder='transductive' needs adaptation, and head='mahalanobis' with a number as beta and the "
-                "defaults of task_covariance and one_shot_covariance"
-            )
-        if frozen_features and (adaptation == "none" or self.is_transductive):
-            raise ValueError("frozen_features=True needs adaptation and task_encoder='mean'")
+        if frozen_features and adaptation == "none":
+            raise ValueError("frozen_features=True needs adaptation")
         self.config: dict[str, Any] = {
             "adaptation": adaptation,
             "head": head,
@@ -163,8 +146,6 @@ class SimpleCNAPS(nn.Module):
         }
         if encoder_size is not None:
             self.config["encoder_size"] = encoder_size
-        if self.is_transductive:
-            self.config["task_encoder"] = task_encoder
         if frozen_features:
             self.config["frozen_features"] = True
         if backbone is not None:
@@ -175,7 +156,7 @@ class SimpleCNAPS(nn.Module):
             FilmResNet18().requires_grad_(False).eval() if backbone is None else backbone
         )
         generator = GENERATORS[adaptation]
-        self.set_encoder = TASK_ENCODERS[task_encoder]() if generator is not None else None
+        self.set_encoder = SetEncoder() if generator is not None else None
         self.feature_encoder: nn.Linear | None = None
         if frozen_features:
             self.feature_encoder = nn.Linear(2 * self.feature_extractor.out_features, TASK_FEATURES, bias=False)
@@ -223,20 +204,12 @@ class SimpleCNAPS(nn.Module):
         self,
         support_images: Tensor | Iterable[Tensor],
         batch_size: int | None = None,
-        *,
-        support_labels: Tensor | None = None,
-        query_images: Tensor | None = None,
     ) -> Tensor:
         """Task representation z = g_phi(S), shape (64,); the parameters are those of :meth:`film_parameters`."""
         if self.set_encoder is None:
             raise ValueError("this model does not adapt: it has no set encoder")
-        if self.is_transductive and support_labels is None:
-            raise ValueError("this model's task encoder is transductive: it needs support_labels")
         support, frozen = self._read_once(in_batches(support_images, batch_size))
-        if self.is_transductive:
-            queries = None if query_images is None else self.encoder_input(query_images)
-            return self.set_encoder(support, support_labels, queries, batch_size)
-        z = self.set_encoder(support)
+        z: Tensor = self.set_encoder(support)
         return z if self.feature_encoder is None else z + self._encoded_features(torch.cat(frozen))
 
     def _read_once(self, batches: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -271,9 +244,6 @@ class SimpleCNAPS(nn.Module):
         self,
         support_images: Tensor | Iterable[Tensor],
         batch_size: int | None = None,
-        *,
-        support_labels: Tensor | None = None,
-        query_images: Tensor | None = None,
     ) -> Film | None:
         """FiLM parameters psi_phi(g_phi(S)) for a support set; None for a model that does not adapt.
 
@@ -283,16 +253,10 @@ class SimpleCNAPS(nn.Module):
             In [-1, 1]. An auto-regressive generator iterates over them twice.
         batch_size : int, optional
             Process at most this many images of a tensor at a time, to bound memory.
-        support_labels : int64 Tensor of shape (n,), optional
-            Required by a transductive task encoder, otherwise ignored.
-        query_images : Tensor of shape (m, 3, h, w), optional
-            Read by a transductive task encoder. By default the support images are used in their place.
         """
         if self.film_generator is None:
             return None
-        z = self.task_representation(
-            support_images, batch_size, support_labels=support_labels, query_images=query_images
-        )
+        z = self.task_representation(support_images, batch_size)
         return self.film_generator(z, in_batches(support_images, batch_size), self.feature_extractor)
 
     def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
@@ -322,20 +286,12 @@ class SimpleCNAPS(nn.Module):
         adapt : the faster way to many queries of one task, without gradients.
         """
         check_episode(support_images, support_labels)
-        film = self.film_parameters(support_images, support_labels=support_labels, query_images=query_images)
+        film = self.film_parameters(support_images)
         features = self.feature_extractor(torch.cat([support_images, query_images]), film)
         if self.projection is not None:
             features = self.projection(features)
         support_features, query_features = features.split([len(support_images), len(query_images)])
-        return self.episode_head(support_features, support_labels, query_features)
-
-    @property
-    def episode_head(self) -> Head:
-        """The head for support set and queries together: ``head``, or its transductive form."""
-        if not self.is_transductive:
-            return self.head
-        head = cast(MahalanobisHead, self.head)
-        return TransductiveHead(head.covariance.settings, head.scale)
+        return self.head(support_features, support_labels, query_features)
 
     def head_named(self, head: str | nn.Module) -> Head:
         """Return the head that a setting of the classifiers stands for, on this model's device.
@@ -368,7 +324,6 @@ class SimpleCNAPS(nn.Module):
         support_images: Tensor,
         support_labels: Tensor,
         *,
-        query_images: Tensor | None = None,
         head: Head | None = None,
         adapt: bool = True,
         dtype: torch.dtype = torch.float32,
@@ -382,9 +337,6 @@ class SimpleCNAPS(nn.Module):
             In [-1, 1]; on any device.
         support_labels : int64 Tensor of shape (n,)
             Classes 0 to k - 1, each with at least one image.
-        query_images : Tensor of shape (m, 3, h, w), optional
-            All queries of the task, for a transductive task encoder. The task's logits are then refined by the queries
-            given together. Without them the support set stands for them, and logits are those of ``head``.
         head : Head, optional
             Another head than the model's own.
         adapt : bool
@@ -399,13 +351,9 @@ class SimpleCNAPS(nn.Module):
         AdaptedTask
             Serves any number of queries.
         """
-        network = self.adapted_network(
-            support_images, support_labels, query_images=query_images, adapt=adapt, dtype=dtype, batch_size=batch_size
-        )
-        if head is None:
-            head = self.head if query_images is None else self.episode_head
+        network = self.adapted_network(support_images, support_labels, adapt=adapt, dtype=dtype, batch_size=batch_size)
         support = Features(network.features(support_images, batch_size))
-        return AdaptedTask(network, FittedHead.fit(head, support, support_labels))
+        return AdaptedTask(network, FittedHead.fit(self.head if head is None else head, support, support_labels))
 
     @torch.no_grad()
     def adapted_network(
@@ -413,7 +361,6 @@ class SimpleCNAPS(nn.Module):
         support_images: Tensor | Iterable[Tensor],
         support_labels: Tensor,
         *,
-        query_images: Tensor | None = None,
         adapt: bool = True,
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
@@ -426,16 +373,9 @@ class SimpleCNAPS(nn.Module):
         if isinstance(support_images, Tensor):
             check_episode(support_images, support_labels)
         film = None
-        if not self.is_transductive:
-            query_images = None
         if adapt:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                film = self.film_parameters(
-                    SupportBatches(support_images, batch_size, self.device, dtype),
-                    batch_size,
-                    support_labels=support_labels.to(self.device),
-                    query_images=None if query_images is None else query_images.to(self.device),
-                )
+                film = self.film_parameters(SupportBatches(support_images, batch_size, self.device, dtype), batch_size)
         return self.with_film(film, dtype)
 
     def with_film(self, film: Film | None = None, dtype: torch.dtype = torch.float32) -> AdaptedNetwork:
@@ -543,15 +483,15 @@ class SimpleCNAPS(nn.Module):
         ----------
         state_dict : mapping of str to Tensor
             Weights of Simple CNAPS, Simple AR-CNAPS, their "no adaptation" form, CNAPS, AR-CNAPS, the bare pretrained
-            ResNet18 (read as "no adaptation"), Transductive CNAPS (WACV 2022), or LITE's Simple CNAPS on
-            EfficientNet-B0 (Bronskill et al., NeurIPS 2021). The keys tell which.
+            ResNet18 (read as "no adaptation"), or LITE's Simple CNAPS on EfficientNet-B0 (Bronskill et al.,
+            NeurIPS 2021). The keys tell which.
         image_size : int
             Side of the images that LITE's weights were trained on, in pixels; other models do not use it.
 
         Returns
         -------
         SimpleCNAPS
-            In evaluation mode, with s = 1 and, except for Transductive CNAPS, ``one_shot_covariance="published"``.
+            In evaluation mode, with s = 1 and ``one_shot_covariance="published"``.
 
         Raises
         ------

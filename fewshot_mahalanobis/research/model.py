@@ -45,10 +45,6 @@ class EpisodicModel(Protocol):
     def device(self) -> torch.device:
         """Device of the weights."""
 
-    @property
-    def episode_head(self) -> Head[Any]:
-        """The model's own head for the support set and all queries of an episode together."""
-
     def head_named(self, head: str) -> Head[Any]:
         """Return the head of this name, with the model's weights or settings; ValueError if it cannot be had."""
 
@@ -60,18 +56,16 @@ class EpisodicModel(Protocol):
         support_images: Tensor,
         support_labels: Tensor,
         *,
-        query_images: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
     ) -> AdaptedNetwork:
-        """Adapt the network to support images (n, 3, h, w) and labels (n,); the queries (m, 3, h, w) may be ignored."""
+        """Adapt the network to support images (n, 3, h, w) and labels (n,)."""
 
     def adapt(
         self,
         support_images: Tensor,
         support_labels: Tensor,
         *,
-        query_images: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
     ) -> AdaptedTask:

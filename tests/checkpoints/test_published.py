@@ -189,7 +189,7 @@ def test_published_file_with_code_in_it_is_refused_even_under_the_right_digest(s
     [
         ("lite-simple-cnaps-224", "lite_simple_cnaps", "cambridge-mlg/LITE"),
         ("lite-simple-cnaps-84", "lite_simple_cnaps", "cambridge-mlg/LITE"),
-        ("transductive-cnaps-meta-dataset", "transductive_cnaps", "plai-group/simple-cnaps"),
+        ("simple-cnaps-meta-dataset", "simple_cnaps", "plai-group/simple-cnaps"),
     ],
 )
 def test_every_kind_of_weights_is_downloaded_from_its_own_repository(

@@ -130,11 +130,6 @@ class Baseline(nn.Module):
         """Device of the weights."""
         return next(self.parameters()).device
 
-    @property
-    def episode_head(self) -> Method[Any]:
-        """The method."""
-        return self.head
-
     def head_named(self, head: str) -> Method[Any]:
         """Return the method by its name. ValueError for any other head: it was not trained with this network."""
         if head != self.config["head"]:
@@ -216,7 +211,6 @@ class Baseline(nn.Module):
         support_images: Tensor,
         support_labels: Tensor,
         *,
-        query_images: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
     ) -> AdaptedNetwork:
@@ -228,8 +222,6 @@ class Baseline(nn.Module):
             In [-1, 1]; on any device.
         support_labels : int64 Tensor of shape (n,)
             Classes 0 to k - 1, each with at least one image.
-        query_images : Tensor, optional
-            Ignored.
         dtype : {torch.float32, torch.bfloat16}
             Precision of the convolutions.
         batch_size : int
@@ -255,7 +247,6 @@ class Baseline(nn.Module):
         support_images: Tensor,
         support_labels: Tensor,
         *,
-        query_images: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
     ) -> AdaptedTask:

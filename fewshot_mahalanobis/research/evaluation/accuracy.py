@@ -100,8 +100,6 @@ def head_of(model: EpisodicModel, variant: Variant) -> Head[Any]:
         raise ValueError(f"there is no head {variant.head!r}; there are {', '.join(HEADS)}")
     if not variant.task_covariance and variant.head != "mahalanobis":
         raise ValueError(f"the head {variant.head!r} has no task covariance to leave out")
-    if own and variant.adapt and variant.task_covariance:
-        return model.episode_head
     if variant.head == "mahalanobis" and not variant.task_covariance:
         return make_head(variant.head, {**model.config, "task_covariance": False})
     return model.head_named(variant.head)
@@ -200,11 +198,8 @@ def evaluate_episodes(
         if plain_features is not None:
             features[False] = plain_features[episode.support], plain_features[episode.query]
         if any(v.adapt for v in variants):
-            query_images = source.network_input(episode.query)
-            images = source.network_input(episode.support)
-            network = model.adapted_network(
-                images, labels, query_images=query_images, dtype=dtype, batch_size=batch_size
-            )
+            images, query_images = map(source.network_input, (episode.support, episode.query))
+            network = model.adapted_network(images, labels, dtype=dtype, batch_size=batch_size)
             features[True] = tuple(network.unprojected_features(x, batch_size) for x in (images, query_images))
         for variant in variants:
             # Gradient steps have moved the head together with the network.

@@ -52,7 +52,6 @@ IN_DOMAIN: dict[str, tuple[str, ...]] = {
     "efficientnet-lite0": ("ilsvrc_2012", *_OF_OURS),
     "simple-cnaps-meta-dataset": _META_DATASET,
     "simple-ar-cnaps-meta-dataset": _META_DATASET,
-    "transductive-cnaps-meta-dataset": _META_DATASET,
     "lite-simple-cnaps-224": (*_META_DATASET, "mnist"),
     "lite-simple-cnaps-84": (*_META_DATASET, "mnist"),
     "no-adaptation-meta-dataset": ("ilsvrc_2012",),

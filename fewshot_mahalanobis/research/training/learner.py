@@ -82,8 +82,8 @@ class CNAPSLearner(Learner[SimpleCNAPS]):
         self.lite = lite
         self.log_scale: nn.Parameter | None = None
         if learn_scale:
-            if not isinstance(model.head, MahalanobisHead) or model.is_transductive:
-                raise ValueError("learn_scale is for the Mahalanobis head of a model that is not transductive")
+            if not isinstance(model.head, MahalanobisHead):
+                raise ValueError(f"learn_scale is for the Mahalanobis head, not for {model.config['head']!r}")
             self.log_scale = nn.Parameter(torch.tensor(model.head.scale, device=model.device).log())
 
     def forward(

@@ -32,7 +32,7 @@ def lite_logits(
     the whole support set.
     """
     extractor = model.feature_extractor
-    film = model.film_parameters(support_images, subset_size, support_labels=support_labels, query_images=query_images)
+    film = model.film_parameters(support_images, subset_size)
     subset = extractor(support_images[:subset_size], film)
     scale = len(support_images) / len(subset)
     subset = subset.detach() + scale * (subset - subset.detach())
@@ -42,4 +42,4 @@ def lite_logits(
     support_features, query_features = torch.cat([subset, *rest]), torch.cat(queries)
     if model.projection is not None:
         support_features, query_features = model.projection(support_features), model.projection(query_features)
-    return model.episode_head(support_features, support_labels, query_features)
+    return model.head(support_features, support_labels, query_features)

@@ -57,7 +57,7 @@ def validate(
         )
         for number, task in zip(mine, tqdm(loader, desc=name, disable=not progress, leave=False), strict=True):
             labels = task.support_labels.to(model.device)
-            adapted = model.adapt(task.support_images, labels, query_images=task.query_images, dtype=dtype)
+            adapted = model.adapt(task.support_images, labels, dtype=dtype)
             right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
             accuracies[number] = right.float().mean()
         means[name] = float(accelerator.reduce(accuracies, "sum").double().mean())
