@@ -112,7 +112,8 @@ class FrozenNetwork(nn.Module):
                 return _vectors(self.network(x))
             # BatchNorms without FiLM are a third of the time, and folding them anew, as the weights are now, is little.
             network = fold_network(self.network, self.foldable, keep=[*self.film_positions])
-            return _vectors(functional_call(network, modulated_parameters(network, film), (x,)))
+            learned = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+            return _vectors(functional_call(network, learned | modulated_parameters(network, film), (x,)))
 
     def folded(self, film: Film | None = None) -> nn.Module:
         """Return the network with FiLM and BatchNorms inside its convolutions; other tensors are shared."""

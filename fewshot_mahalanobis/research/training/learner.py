@@ -12,16 +12,21 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.heads import MahalanobisHead
+from fewshot_mahalanobis.networks.efficientnet import EfficientNet, EfficientNetLayers
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines.model import Baseline
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.training.lite import lite_logits
+from fewshot_mahalanobis.research.training.pooling import LearnedPooling
 
 Model = TypeVar("Model", SimpleCNAPS, Baseline)
 
 
 class Learner(nn.Module, Generic[Model]):
     """What the loop of meta-training asks of a model, as one module whose forward pass Accelerate wraps."""
+
+    #: Learning rate of the network, a share of the recipe's: it was trained before.
+    network_rate = 0.1
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -45,11 +50,11 @@ class Learner(nn.Module, Generic[Model]):
         return 0.0 if self.model.film_generator is None else self.model.film_generator.penalty()
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Parameters for the optimizer. A network was trained before, so it learns at a tenth of the rate."""
+        """Parameters for the optimizer."""
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         network = [p for name, p in trained.items() if name.startswith("model.feature_extractor.")]
         others = [p for name, p in trained.items() if not name.startswith("model.feature_extractor.")]
-        groups: list[dict[str, Any]] = [{"params": others}, {"params": network, "factor": 0.1}]
+        groups: list[dict[str, Any]] = [{"params": others}, {"params": network, "factor": self.network_rate}]
         return [group for group in groups if group["params"]]
 
     def store(self) -> None:
@@ -70,16 +75,29 @@ class CNAPSLearner(Learner[SimpleCNAPS]):
         Back-propagate through this many support images of a task (:mod:`~fewshot_mahalanobis.research.training.lite`).
     learn_scale : bool
         Train the scale s of the Mahalanobis head.
+    learn_pooling : bool
+        Train weights and exponents of the pooling of an EfficientNet.
 
     Raises
     ------
     ValueError
-        The scale of another head is to be learned.
+        The scale of another head is to be learned, or the pooling of another network.
     """
 
-    def __init__(self, model: SimpleCNAPS, lite: int | None = None, learn_scale: bool = False) -> None:
+    network_rate = 20.0  # of which the pooling alone learns, a few numbers
+
+    def __init__(
+        self, model: SimpleCNAPS, lite: int | None = None, learn_scale: bool = False, learn_pooling: bool = False
+    ) -> None:
         super().__init__(model)
         self.lite = lite
+        self.pooling: LearnedPooling | None = None
+        if learn_pooling:
+            if not isinstance(model.feature_extractor, EfficientNet):
+                raise ValueError("learn_pooling is for an EfficientNet")
+            network = cast(EfficientNetLayers, model.feature_extractor.network)
+            # A part of the learner too, as a model's state lacks what a dependency or its config brings.
+            self.pooling = network.pooling = LearnedPooling(network.pooling)
         self.log_scale: nn.Parameter | None = None
         if learn_scale:
             if not isinstance(model.head, MahalanobisHead):
@@ -99,7 +117,10 @@ class CNAPSLearner(Learner[SimpleCNAPS]):
         return logits / cast(MahalanobisHead, self.model.head).scale * self.log_scale.exp()
 
     def store(self) -> None:
-        """Give the model the scale that was learned."""
+        """Give the model the scale and the pooling that were learned."""
+        if self.pooling is not None:
+            self.pooling.store()
+            self.model.config["backbone"] = cast(EfficientNet, self.model.feature_extractor).description
         if self.log_scale is not None:
             scale = float(self.log_scale.detach().exp())
             cast(MahalanobisHead, self.model.head).scale = self.model.config["scale"] = scale

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
@@ -113,13 +114,19 @@ def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
         raise ValueError("feature_scale is for the FiLM ResNet18; for another network set model.beta")
     if recipe.init is not None:
         before = load_checkpoint(recipe.init)
-        if _of_adaptation(before) != _of_adaptation(model):
+        known = _parts(before)
+        if _of_adaptation(before) != _of_adaptation(model) or _parts(model)[: len(known)] != known:
             raise ValueError(
                 f"the checkpoint {recipe.init!r} belongs to another model: {before.config}, not {model.config}"
             )
         start = {name: x for name, x in before.state_dict().items() if not name.startswith("feature_extractor.")}
+        if before.feature_encoder is not None and model.feature_encoder is not None:
+            # Its columns are means, then deviations, of the features; those of further statistics come last.
+            further = max(0, model.feature_extractor.out_features - before.feature_extractor.out_features)
+            weight = before.feature_encoder.weight.detach().unflatten(1, (2, -1))
+            start["feature_encoder.weight"] = F.pad(weight, (0, further)).flatten(1)
         model.load_state_dict({**model.state_dict(), **start})
-    return CNAPSLearner(model, recipe.lite, recipe.learn_scale)
+    return CNAPSLearner(model, recipe.lite, recipe.learn_scale, recipe.learn_pooling)
 
 
 def _made(make: Callable[..., Made], settings: Mapping[str, Any], recipe: MetaTrainRecipe, taken: set[str]) -> Made:
@@ -148,13 +155,19 @@ def _frozen_logits(model: EpisodicModel, task: Task, dtype: torch.dtype) -> Tens
 def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
     """Return the settings that determine the shapes of the weights that ``init`` provides.
 
-    A feature encoder that the checkpoint lacks starts from zero.
+    A feature encoder that the checkpoint lacks starts from zero, and so do its columns for further statistics of maps.
     """
     others = {"head", "scale", "beta", "image_size", "frozen_features"}
     settings = {name: value for name, value in model.config.items() if name not in others}
     if isinstance(network := settings.get("backbone"), dict):
         settings["backbone"] = {name: value for name, value in network.items() if name != "pooling"}
     return settings
+
+
+def _parts(model: SimpleCNAPS) -> list[tuple[str, str]]:
+    """Return the maps and the kind of statistic of each part of the features."""
+    pooling = model.config.get("backbone", {}).get("pooling", [{"maps": "final", "kind": "mean"}])
+    return [(part["maps"], part["kind"]) for part in pooling]
 
 
 def meta_train(
@@ -219,6 +232,9 @@ def meta_train(
         learner.store()
         optimizer.load_state_dict(state["optimizer"])
         best, start = state["best"], state["step"]
+    averaged = AveragedModel(learner) if recipe.average else None
+    if averaged is not None and state is not None:
+        averaged.load_state_dict(state["averaged"])
     network = accelerator.prepare_model(learner)
     accelerator.wait_for_everyone()
 
@@ -266,6 +282,10 @@ def meta_train(
             record["tasks_per_second"] = round(recipe.tasks_per_step / (time.monotonic() - reported), 3)
             bar.set_postfix(loss=f"{mean_loss:.3f}", accuracy=f"{mean_accuracy:.3f}")
             last = step + 1 == steps
+            if averaged is not None and steps - step <= recipe.average * steps:
+                averaged.update_parameters(learner)
+                if last:
+                    learner.load_state_dict(averaged.module.state_dict())
             learner.store()
             if validation and (last or validation_due(step, recipe)):
                 accuracies = validate(model, validation, accelerator, dtype, workers=workers, progress=progress)
@@ -282,6 +302,7 @@ def meta_train(
                     "optimizer": optimizer.state_dict(),
                     "best": best,
                     "step": step + 1,
+                    "averaged": None if averaged is None else averaged.state_dict(),
                 }
                 run.save(state)
                 saved = time.monotonic()

@@ -149,6 +149,11 @@ class MetaTrainRecipe(_Checked):
         Adam learning rate.
     learn_scale : bool
         Train the scale s of the Mahalanobis head too.
+    learn_pooling : bool
+        Train weights and exponents of an EfficientNet's pooling too, those that are not 1
+        (:mod:`~fewshot_mahalanobis.research.training.pooling`).
+    average : float
+        Share of the steps, at the end, over which the weights are averaged.
     schedule : {"constant", "cosine"}
         Learning rate schedule. "cosine" warms up during a twentieth of the steps and then falls to zero: for short
         runs.
@@ -205,6 +210,8 @@ class MetaTrainRecipe(_Checked):
     tasks_per_step: Count = 16
     learning_rate: Positive = 5e-4
     learn_scale: bool = False
+    learn_pooling: bool = False
+    average: Share = 0.0
     schedule: Schedule = "constant"
     penalty: NotNegative = 0.001
     episodes: EpisodeKind = "variable"

@@ -1,5 +1,6 @@
 """Both training commands on a small source that the tests draw: they learn, report, start from what they are given."""
 
+import copy
 import json
 import math
 import warnings
@@ -290,6 +291,80 @@ def test_a_finished_run_started_again_keeps_the_scale_it_learned(folder, backbon
     assert scale != SimpleCNAPS(image_size=32).head.scale
     again = meta_train(recipe, tmp_path, device="cpu", progress=False)
     assert again.head.scale == load_checkpoint(tmp_path / "checkpoint").head.scale == scale
+
+
+POOLING = [{"maps": "final"}, {"maps": "last_block", "weight": 0.6}, {"maps": "final", "exponent": 2.0, "weight": 0.5}]
+
+
+def lite0_recipe(folder, **settings):
+    model = {"image_size": 32, "head": "auto", "frozen_features": True, **settings.pop("model", {})}
+    own = {"tasks": 6, "tasks_per_step": 2, "learning_rate": 0.01, "episodes": "fixed", "way": 3, "shot": 1}
+    more = {"queries": 2, "precision": "float32", **settings}
+    return MetaTrainRecipe((folder,), LITE0, model=model, **own, **more)
+
+
+def test_a_run_learns_the_pooling_and_goes_on_where_it_was_interrupted(folder, tmp_path, monkeypatch):
+    recipe = lite0_recipe(folder, model={"image_size": 64, "pooling": POOLING}, learn_pooling=True, average=0.5)
+    unbroken = meta_train(recipe, tmp_path / "unbroken", device="cpu", progress=False)
+    found = unbroken.config["backbone"]["pooling"]
+    assert found[0] == {"maps": "final", "kind": "mean", "exponent": 1.0, "weight": 1.0}  # of which nothing is learned
+    assert found[1]["exponent"] == 1.0
+    for number, name in [(1, "weight"), (2, "weight"), (2, "exponent")]:
+        assert 0.001 < abs(math.log(found[number][name] / POOLING[number][name])) < 1
+    assert load_checkpoint(tmp_path / "unbroken" / "checkpoint").config == unbroken.config
+
+    def interrupted(step, *arguments):
+        if step == 2:
+            raise KeyboardInterrupt
+        return meta_learning_rate(step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(meta_training, "learning_rate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            meta_train(recipe, tmp_path / "broken", device="cpu", progress=False, save_every=0)
+    resumed = meta_train(recipe, tmp_path / "broken", device="cpu", progress=False)
+    assert resumed.config == unbroken.config
+    for name, weight in resumed.state_dict().items():
+        assert torch.equal(weight, unbroken.state_dict()[name]), name
+
+
+def test_the_weights_of_the_last_steps_are_averaged(folder, backbone, tmp_path, monkeypatch):
+    states = []
+    recipe = meta_recipe(folder, backbone, tasks=6, learning_rate=0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save", lambda run, state: states.append(copy.deepcopy(state["model"])))
+        meta_train(recipe, tmp_path / "plain", device="cpu", progress=False, save_every=0)
+    averaged = meta_train(replace(recipe, average=2 / 3), tmp_path / "averaged", device="cpu", progress=False)
+    _, second, third = states
+    moved = 0.0
+    for name, weight in averaged.named_parameters():
+        wanted = (second[f"model.{name}"] + third[f"model.{name}"]) / 2
+        torch.testing.assert_close(weight, wanted, rtol=1e-4, atol=1e-6, msg=name)
+        moved += float((weight - third[f"model.{name}"]).detach().abs().sum())
+    assert moved > 0
+
+
+def test_statistics_that_a_checkpoint_lacks_do_not_change_its_task_representation(folder, tmp_path):
+    first = SimpleCNAPS.from_backbone(
+        LITE0, image_size=32, adaptation="film", head="auto", frozen_features=True, pooling=POOLING[:2]
+    )
+    torch.nn.init.normal_(first.feature_encoder.weight, std=0.1)
+    first.save_pretrained(tmp_path)
+    recipe = lite0_recipe(folder, model={"pooling": POOLING}, init=str(tmp_path))
+    model, support = starting_learner(recipe).model, torch.rand(5, 3, 32, 32) * 2 - 1
+    assert model.feature_encoder.in_features == 2 * (1280 + 320 + 1280)
+    with torch.no_grad():
+        wanted = first.task_representation(support)
+        torch.testing.assert_close(model.task_representation(support), wanted, rtol=1e-4, atol=1e-5)
+        assert wanted.abs().max() > 0.1
+    other = lite0_recipe(folder, model={"pooling": POOLING[1:]}, init=str(tmp_path))
+    with pytest.raises(ValueError, match="belongs to another model"):
+        starting_learner(other)
+
+
+def test_the_pooling_of_the_film_resnet18_is_not_learned(folder, backbone):
+    with pytest.raises(ValueError, match="learn_pooling is for an EfficientNet"):
+        starting_learner(meta_recipe(folder, backbone, learn_pooling=True))
 
 
 def test_the_best_checkpoint_is_that_of_the_best_validation(folder, backbone, tmp_path, monkeypatch):
