@@ -30,18 +30,22 @@ def launches():
     return [line for line in blocks.splitlines() if line.startswith("accelerate launch")]
 
 
-def test_every_launch_has_options_that_accelerate_and_the_command_know():
+def test_the_launches_have_options_that_accelerate_and_the_command_know():
     launch = pytest.importorskip("accelerate.commands.launch")
     commands = typer.main.get_command(app).commands
-    assert len(launches()) == 2
-    for line in launches():
+    page = " ".join(PAGE.read_text().split())
+    (one,) = launches()
+    (more,) = re.findall(r"`(--num_processes 16 .*?)`", page)
+    several = re.sub(r"--num_processes \d+ --num_machines 1", more, one)
+    for line, processes in ((one, 8), (several, 16)):
         options = launch.launch_command_parser().parse_args(shlex.split(line)[2:])
         assert options.multi_gpu
         assert options.module
+        assert options.num_processes == processes
         assert options.training_script == "fewshot_mahalanobis"
         name, *arguments = options.training_script_args
         context = commands[name].make_context(name, list(arguments), parent=click.Context(click.Group()))
-        assert context.params["config"] is not None
+        assert (ROOT / context.params["config"]).is_file()
         assert MetaTrainRecipe.tasks_per_step % options.num_processes == 0
 
 
