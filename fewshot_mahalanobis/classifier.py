@@ -1,16 +1,21 @@
-"""A scikit-learn classifier over images, by Simple CNAPS."""
+"""A scikit-learn classifier over images, by Simple CNAPS.
+
+    fit:      support images  ->  network adapted to them  ->  features (n, d)  ->  head fitted to them
+    predict:  query images    ->  features (m, d)  ->  logits (m, k)  ->  label
+
+``fit`` and the way from images to features are here; ``predict`` and its like, from features to labels, are
+:class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +25,8 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
 from torch import nn
 
-from fewshot_mahalanobis.checkpoints.card import SIDE, write_repository
-from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, read_classifier, write_classifier
-from fewshot_mahalanobis.checkpoints.export import write_onnx, write_program
-from fewshot_mahalanobis.checkpoints.hub import classifier_file, hub_classifier, upload
+from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
-from fewshot_mahalanobis.checkpoints.web_page import write_web_page
 from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
@@ -34,14 +35,7 @@ from fewshot_mahalanobis.networks.devices import check_precision, choose_device,
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.support_set.calibration import check_settings
-from fewshot_mahalanobis.support_set.copies import (
-    chained,
-    checked_groups,
-    copies_found,
-    equal_rows,
-    warn_of_contradictions,
-    warn_of_copies,
-)
+from fewshot_mahalanobis.support_set.copies import chained, checked_groups, equal_rows
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -57,6 +51,26 @@ from fewshot_mahalanobis.support_set.unknown import output_labels
 from fewshot_mahalanobis.support_set.warn import warn_caller
 
 
+class _Fitted(NamedTuple):
+    """What ``fit`` learns. ``partial_fit`` makes another one."""
+
+    device: torch.device
+    model: SimpleCNAPS
+    precision: str
+    task: AdaptedTask
+    allowed: NDArray[Any] | None = None  # every class that may occur, if partial_fit was told
+    pictures: torch.Tensor | None = None  # small pictures of the support images, for copies; they are not kept in files
+    names: list[str | None] | None = None  # paths of the support images, or None; they are not kept in files
+
+    @classmethod
+    def restored(cls, state: ClassifierState) -> _Fitted:
+        """Of a state whose parts are on one device; the networks are folded again."""
+        model, dtype = state.model, choose_dtype(state.precision, state.model)
+        unadapted = None if state.fitted_head.support.unadapted is None else model.with_film(None, dtype)
+        task = AdaptedTask(model.with_film(state.film, dtype), state.fitted_head, unadapted)
+        return cls(model.device, model, state.precision, task)
+
+
 class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, TransformerMixin, BaseEstimator):
     """Image classifier that learns its classes from a few images each, in one forward pass.
 
@@ -69,6 +83,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     (n, h, w, 3) or (n, h, w); or a tensor (n, 3, h, w) or (n, 1, h, w). Arrays and tensors are uint8, or float in
     [0, 1]. EXIF orientation and colour profile are applied, transparent pixels become white, and each image is resized
     to a square.
+
+    ``predict``, ``predict_proba`` and what else says something of a label are inherited from
+    :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`, which reads the features that this class makes.
 
     Parameters
     ----------
@@ -153,11 +170,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     """
 
     _noun = "image"
-    device_: torch.device
-    model_: SimpleCNAPS
-    precision_: str
-    task_: AdaptedTask
-    _pictures: torch.Tensor | None  # small pictures of the support images, for copies; they are not kept in files
+    _similarities = True
+    _fitted: _Fitted
 
     def __init__(
         self,
@@ -222,19 +236,56 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     def _fit(
         self, X: Any, y: ArrayLike | None, groups: Iterable[Any] | None, allowed: NDArray[Any] | None
     ) -> SimpleCNAPSClassifier:
+        # What is wrong is found before the network runs.
         device = choose_device(self.device)
         check_precision(self.precision)
-        model = self._pretrained()
-        if self.image_size is not None:
-            model = model.at_size(self.image_size)
-        if model.training or model.device != device:  # otherwise it is shared: nothing here changes a model
-            model = copy.deepcopy(model).eval().to(device)
+        model = self._model_on(device)
         dtype = choose_dtype(self.precision, model)
         head = model.head_named(self.head)
-        batches = self.image_batches(X, model.image_size, progress="fit")
-        # On a CPU the network has all cores, and all of its threads would wait for the one whose core decodes.
-        batches.ahead = device.type != "cpu"
+        batches = self._batches(X, model.image_size, device, progress="fit")
         labels, names = checked_labels(y, batches.n_images), checked_groups(groups, batches.n_images)
+        codes = self._check_classes(labels, allowed)
+        check_settings(self.temperature, self.false_rejection_rate)
+
+        # Images -> adapted network.
+        images, seen = batches.several_times(dtype), list[torch.Tensor]()
+        adapted = partial(model.adapted_network, images, torch.from_numpy(codes), adapt=self.adapt, dtype=dtype)
+        network, batch_size = within_memory(lambda size: adapted(batch_size=size), batches.batch_size)
+        unadapted = model.with_film(None, dtype) if self.unknown_label is not None and network.film else None
+
+        # Adapted network -> features -> fitted head.
+        support = Features.joined([*_features(_with_pictures(images, seen), network, unadapted, batch_size)])
+        pictures = torch.cat(seen)
+        copies = same_pictures(pictures, support.adapted)
+        fitted_head = self._fit_head(head, support, labels, names, copies, batches.name)
+
+        task = AdaptedTask(network, fitted_head, unadapted)
+        self._fitted = _Fitted(device, model, self.precision, task, allowed, pictures, batches.names())
+        return self
+
+    def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
+        if isinstance(X, Features):
+            return iter([self._own(X)])
+        batches = self._query_batches(X, method)
+        unadapted = self.task_.unadapted if for_outliers else None
+        return _features(batches, self.task_.network, unadapted, batches.batch_size)
+
+    def _model_on(self, device: torch.device) -> SimpleCNAPS:
+        """The pretrained model. It is shared if it is as it is needed: nothing here changes a model."""
+        if isinstance(self.checkpoint, nn.Module) and not isinstance(self.checkpoint, SimpleCNAPS):
+            raise ValueError(
+                f"checkpoint is a {type(self.checkpoint).__name__}, a network without a head: make the checkpoint with "
+                "SimpleCNAPS.from_backbone(network, image_size=..., mean=..., std=...)"
+            )
+        model = self.checkpoint if isinstance(self.checkpoint, SimpleCNAPS) else load_checkpoint(self.checkpoint)
+        if self.image_size is not None:
+            model = model.at_size(self.image_size)
+        if model.training or model.device != device:
+            model = copy.deepcopy(model).eval().to(device)
+        return model
+
+    def _check_classes(self, labels: NDArray[Any], allowed: NDArray[Any] | None) -> NDArray[np.int64]:
+        """Index (n,) of the class of each label; ValueError unless they and ``unknown_label`` can be told apart."""
         check_allowed(labels, allowed)
         classes, codes = np.unique(labels, return_inverse=True)
         if len(classes) < 2 and (allowed is None or len(allowed) < 2):
@@ -242,41 +293,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
                 f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}. A stream that "
                 "begins with one class names all of them: partial_fit(X, y, classes=...)"
             )
-        output_labels(classes, self.unknown_label)  # checked, like the next line, before the network runs
-        check_settings(self.temperature, self.false_rejection_rate)
-
-        images, targets = batches.several_times(dtype), torch.from_numpy(codes)
-        adapted = partial(model.adapted_network, images, targets, adapt=self.adapt, dtype=dtype)
-        network, batch_size = within_memory(lambda size: adapted(batch_size=size), batches.batch_size)
-        unadapted = model.with_film(None, dtype) if self.unknown_label is not None and network.film else None
-        seen = list[torch.Tensor]()
-        support = Features.joined([*_features(_with_pictures(images, seen), network, unadapted, batch_size)])
-        pictures = torch.cat(seen)
-        copies = same_pictures(pictures, support.adapted)
-        fitted_head = self._fitted(head, support, targets, classes, names, copies)
-        warn_of_copies(fitted_head.groups, names)
-        warn_of_contradictions(copies, labels, batches.name)
-        task = AdaptedTask(network, fitted_head, unadapted)
-        self._set(
-            device_=device,
-            model_=model,
-            precision_=self.precision,
-            task_=task,
-            _allowed=allowed,
-            _pictures=pictures,
-            _support_names=batches.names(),
-        )
-        return self
-
-    def _pretrained(self) -> SimpleCNAPS:
-        if isinstance(self.checkpoint, SimpleCNAPS):
-            return self.checkpoint
-        if isinstance(self.checkpoint, nn.Module):
-            raise ValueError(
-                f"checkpoint is a {type(self.checkpoint).__name__}, a network without a head: make the checkpoint with "
-                "SimpleCNAPS.from_backbone(network, image_size=..., mean=..., std=...)"
-            )
-        return load_checkpoint(self.checkpoint)
+        output_labels(classes, self.unknown_label)
+        return codes
 
     def partial_fit(
         self,
@@ -310,25 +328,24 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             As ``fit``; a label is of another type than before or none of ``classes``, or these are not those of an
             earlier call. The fitted state is kept.
         """
-        allowed = allowed_classes(classes, getattr(self, "_allowed", None))
-        if not hasattr(self, "task_"):
+        fitted = getattr(self, "_fitted", None)
+        allowed = allowed_classes(classes, fitted and fitted.allowed)
+        if fitted is None:
             return self._fit(X, y, groups, allowed)
-        before = self.fitted_head_
+        before, network, unadapted = self.fitted_head_, fitted.task.network, fitted.task.unadapted
         batches = None if isinstance(X, Features) else self._query_batches(X, "partial_fit")
-        n = len(X.adapted) if batches is None else batches.n_images
-        labels = checked_labels(y, n)
-        names = before.group_names + checked_groups(groups, n)
-        kind, known = label_kind(labels.tolist()[0]), label_kind(before.classes.tolist()[0])
+        n, earlier = len(X.adapted) if batches is None else batches.n_images, len(before.labels)
+        added = checked_labels(y, n)
+        kind, known = label_kind(added.tolist()[0]), label_kind(before.classes.tolist()[0])
         if kind != known:
             raise ValueError(
-                f"label {labels.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
+                f"label {added.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
             )
-        every = joined_labels(before.support_labels, labels)
-        check_allowed(every, allowed)
-        known_classes, codes = np.unique(every, return_inverse=True)
-        output_labels(known_classes, self.unknown_label)  # checked before the network runs
+        labels, names = joined_labels(before.support_labels, added), before.group_names + checked_groups(groups, n)
+        check_allowed(labels, allowed)
+        output_labels(np.unique(labels), self.unknown_label)  # checked before the network runs
 
-        network, unadapted, old = self.task_.network, self.task_.unadapted, before.support
+        old = before.support
         if self.unknown_label is None:
             unadapted, old = None, Features(old.adapted)
         elif unadapted is None and network.film is not None:
@@ -337,30 +354,23 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
                 "images are recognised by adapted features alone. To compare both, fit again to all support images",
                 stacklevel=2,
             )
-        added = list[torch.Tensor]()
+        seen = list[torch.Tensor]()
         if batches is None:
             new = [self._own(X)._replace(unadapted=None) if unadapted is None else self._own(X)]
         else:
-            new = [*_features(_with_pictures(batches, added), network, unadapted, batches.batch_size)]
+            new = [*_features(_with_pictures(batches, seen), network, unadapted, batches.batch_size)]
         support = Features.joined([old, *new])
-        pictures, copies = self._copies(torch.cat(added) if added else None, support.adapted)
-        fitted_head = self._fitted(before.head, support, torch.from_numpy(codes), known_classes, names, copies)
-        warn_of_copies(fitted_head.groups, names, copies_found(before.groups, before.group_names))
-        earlier = len(before.labels)
+        pictures, copies = self._copies(torch.cat(seen) if seen else None, support.adapted)
 
         def name(index: int) -> str:
             if index < earlier:
                 return f"earlier image {index}"
             return f"image {index - earlier}" if batches is None else batches.name(index - earlier)
 
-        warn_of_contradictions(copies, fitted_head.support_labels, name, earlier)
-        self._set(
-            task_=AdaptedTask(network, fitted_head, unadapted),
-            _allowed=allowed,
-            _pictures=pictures,
-            _support_names=getattr(self, "_support_names", [None] * earlier)
-            + ([None] * n if batches is None else batches.names()),
-        )
+        fitted_head = self._fit_head(before.head, support, labels, names, copies, name, before)
+        paths = (fitted.names or [None] * earlier) + ([None] * n if batches is None else batches.names())
+        task = AdaptedTask(network, fitted_head, unadapted)
+        self._fitted = fitted._replace(task=task, allowed=allowed, pictures=pictures, names=paths)
         return self
 
     def _copies(
@@ -371,8 +381,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         A classifier that was loaded or unpickled has no pictures of earlier images, and one that was given features has
         none of those. Of such it knows the groups, and recognises a new image that has the same features.
         """
-        if self._pictures is not None and added is not None:
-            pictures = torch.cat([self._pictures, added])
+        if self._fitted.pictures is not None and added is not None:
+            pictures = torch.cat([self._fitted.pictures, added])
             return pictures, same_pictures(pictures, features)
         n, groups = len(self.fitted_head_.labels), self.fitted_head_.groups
         known = [equal_rows(features)] if groups is None else [equal_rows(features), chained(groups)]
@@ -380,39 +390,22 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             known.append(same_pictures(added, features[n:]) + n)
         return None, np.concatenate(known)
 
-    def _fitted(
-        self,
-        head: Any,
-        support: Features,
-        labels: torch.Tensor,
-        classes: NDArray[Any],
-        group_names: list[Any],
-        copies: NDArray[np.int64],
-    ) -> FittedHead:
-        return FittedHead.fit(
-            head,
-            support,
-            labels,
-            classes,
-            temperature=self.temperature,
-            unknown_label=self.unknown_label,
-            false_rejection_rate=self.false_rejection_rate,
-            group_names=group_names,
-            copies=copies,
-        )
+    def _own(self, features: Features) -> Features:
+        """Features that this classifier's network computed, on its device."""
+        own = self.fitted_head_.support
+        known = features.unadapted is not None or own.unadapted is None
+        if features.adapted.shape[1:] != own.adapted.shape[1:] or not known:
+            raise ValueError("these features are of another classifier: compute them by the features() of this one")
+        return features.to(self.device_)
 
-    def _set(self, **fitted: Any) -> None:
-        self.__dict__.update(fitted)  # in one step, so that an interruption comes before it or after it
+    def _query_batches(self, X: Any, name: str) -> ImageBatches:
+        return self._batches(X, self.model_.image_size, self.device_, name)
 
-    @property
-    def fitted_head_(self) -> FittedHead:  # type: ignore[override]
-        """The head fitted to the support set."""
-        return self.task_.fitted_head
-
-    @property
-    def n_features_out_(self) -> int:
-        """Width d of a feature vector."""
-        return self.task_.network.out_features
+    def _batches(self, X: Any, size: int, device: torch.device, progress: str) -> ImageBatches:
+        batches = self.image_batches(X, size, progress=progress)
+        # On a CPU the network has all cores, and all of its threads would wait for the one whose core decodes.
+        batches.ahead = device.type != "cpu"
+        return batches
 
     # ---------------------------------------------------------------- features
 
@@ -453,27 +446,39 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
 
         Images that came as files are called by their paths, until the classifier is saved or pickled.
         """
-        return replace(super().summary(), names=getattr(self, "_support_names", None))
+        return replace(super().summary(), names=self._fitted.names)
 
-    def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
-        if isinstance(X, Features):
-            return iter([self._own(X)])
-        batches = self._query_batches(X, method)
-        unadapted = self.task_.unadapted if for_outliers else None
-        return _features(batches, self.task_.network, unadapted, batches.batch_size)
+    # ---------------------------------------------------------------- attributes
 
-    def _own(self, features: Features) -> Features:
-        """Features that this classifier's network computed, on its device."""
-        own = self.fitted_head_.support
-        known = features.unadapted is not None or own.unadapted is None
-        if features.adapted.shape[1:] != own.adapted.shape[1:] or not known:
-            raise ValueError("these features are of another classifier: compute them by the features() of this one")
-        return features.to(self.device_)
+    @property
+    def device_(self) -> torch.device:
+        """Where the network runs."""
+        return self._fitted.device
 
-    def _query_batches(self, X: Any, name: str) -> ImageBatches:
-        batches = self.image_batches(X, progress=name)
-        batches.ahead = self.device_.type != "cpu"
-        return batches
+    @property
+    def model_(self) -> SimpleCNAPS:
+        """The pretrained model, unadapted."""
+        return self._fitted.model
+
+    @property
+    def precision_(self) -> str:
+        """``precision`` as it was when the classifier was fitted."""
+        return self._fitted.precision
+
+    @property
+    def task_(self) -> AdaptedTask:
+        """The adapted network and the fitted head."""
+        return self._fitted.task
+
+    @property
+    def fitted_head_(self) -> FittedHead:
+        """The head fitted to the support set."""
+        return self.task_.fitted_head
+
+    @property
+    def n_features_out_(self) -> int:
+        """Width d of a feature vector."""
+        return self.task_.network.out_features
 
     @property
     def _n_features_out(self) -> int:  # for the names that set_output and get_feature_names_out give
@@ -487,7 +492,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         tags.input_tags.string = True
         return tags
 
-    # ---------------------------------------------------------------- keeping
+    # ---------------------------------------------------------------- doors to files, Hub, exports and page
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted classifier to one safetensors file, which loads without a checkpoint and without pickle.
@@ -496,7 +501,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         An existing file is replaced, whole or not at all. ValueError if ``head`` is a ``LinearHead`` or of a class of
         your own (pickling keeps any head), OSError if the file cannot be written.
         """
-        self._check_settings_are_fitted()
+        from fewshot_mahalanobis.checkpoints.classifier_file import write_classifier
+
         write_classifier(self._state(), path)
 
     @classmethod
@@ -524,7 +530,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             The file is of another kind, of a newer version or damaged, or ``backbone`` is missing, not needed or
             another network. FileNotFoundError if it is absent; ImportError if timm is, and the network is one of it.
         """
-        return cls._restored(read_classifier(path, device, backbone))
+        from fewshot_mahalanobis.checkpoints.classifier_file import read_classifier
+
+        return cls._of(read_classifier(path, device, backbone))
 
     def push_to_hub(
         self,
@@ -557,13 +565,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             ``head`` cannot be saved (see :meth:`save`), or a thumbnail or its label cannot be used; UploadError if the
             repository cannot be written, which then is what it was.
         """
-        self._check_settings_are_fitted()
-        if thumbnails is not None:
-            images = self.image_batches(thumbnails[0], SIDE)
-            thumbnails = images, checked_labels(thumbnails[1], images.n_images)
-        with tempfile.TemporaryDirectory() as folder:
-            write_repository(Path(folder), repo_id, self._state(), self.summary(), thumbnails)
-            return upload(Path(folder), repo_id, private=private, token=token, message="Push fitted classifier")
+        from fewshot_mahalanobis.checkpoints.card import push_classifier
+
+        return push_classifier(repo_id, self._state(), self.summary(), thumbnails, private=private, token=token)
 
     @classmethod
     def from_pretrained(
@@ -585,9 +589,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             As for :meth:`load` and :meth:`push_to_hub`, with the errors of :meth:`load`; DownloadError if there is no
             such repository, revision or connection, or no fitted classifier in it.
         """
-        folder = Path(name)
-        file = classifier_file(folder, str(name)) if folder.is_dir() else hub_classifier(str(name), token=token)
-        return cls.load(file, device, backbone=backbone)
+        from fewshot_mahalanobis.checkpoints.hub import pretrained_classifier
+
+        return cls.load(pretrained_classifier(name, token=token), device, backbone=backbone)
 
     def export_onnx(self, path: str | os.PathLike[str], *, pixels: bool = False) -> None:
         """Write the adapted network and its fitted head as one ONNX file, in float32, replacing any file at ``path``.
@@ -610,8 +614,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             The head is of a class of your own without ``export``, or has too many numbers for a file (a matrix for each
             class, with as many rows as support images).
         """
-        self._check_settings_are_fitted()
-        write_onnx(self.model_, self.task_, path, pixels=pixels)
+        from fewshot_mahalanobis.checkpoints.export import write_onnx
+
+        write_onnx(*self._exported(), path, pixels=pixels)
 
     def export_program(self, path: str | os.PathLike[str], *, pixels: bool = False) -> None:
         """Write the adapted network and its fitted head as one ``torch.export`` program, in float32, to a .pt2 file.
@@ -625,8 +630,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         pixels : bool, default=False
             As for :meth:`export_onnx`.
         """
-        self._check_settings_are_fitted()
-        write_program(self.model_, self.task_, path, pixels=pixels)
+        from fewshot_mahalanobis.checkpoints.export import write_program
+
+        write_program(*self._exported(), path, pixels=pixels)
 
     def export_page(
         self,
@@ -664,9 +670,29 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         ImportError
             The packages of the extra ``onnx`` are absent.
         """
-        self._check_settings_are_fitted()
+        from fewshot_mahalanobis.checkpoints.web_page import write_web_page
+
         pictures = None if support is None else self._query_batches(support, "export_page")
-        write_web_page(folder, self.model_, self.task_, title=title, support=pictures, runtime=runtime)
+        write_web_page(folder, *self._exported(), title=title, support=pictures, runtime=runtime)
+
+    # ---------------------------------------------------------------- state, of files and of pickles
+
+    def _state(self) -> ClassifierState:
+        """Constructor arguments, model, and what was fitted, for a file."""
+        self._check_settings_are_fitted()
+        film = self.task_.network.film
+        return ClassifierState(self.get_params(deep=False), self.model_, film, self.precision_, self.fitted_head_)
+
+    def _exported(self) -> tuple[SimpleCNAPS, AdaptedTask]:
+        """What a graph is made of."""
+        self._check_settings_are_fitted()
+        return self.model_, self.task_
+
+    @classmethod
+    def _of(cls, state: ClassifierState) -> SimpleCNAPSClassifier:
+        self = cls(**state.parameters)
+        self._fitted = _Fitted.restored(state)
+        return self
 
     def _check_settings_are_fitted(self) -> None:
         """Warn of what was set after ``fit`` and is not in force, before a file is written."""
@@ -685,54 +711,34 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
 
     def __copy__(self) -> SimpleCNAPSClassifier:
         """A classifier of its own, which shares the network: nothing changes that."""
-        other = type(self).__new__(type(self))
-        other._set(**self.__dict__)
+        other = type(self)(**self.get_params(deep=False))
+        if hasattr(self, "_fitted"):
+            other._fitted = self._fitted
         return other
 
-    # One state for files and for pickles: the constructor arguments, the model, and what was fitted.
-
-    def _state(self) -> ClassifierState:
-        check_is_fitted(self)
-        film = self.task_.network.film
-        return ClassifierState(self.get_params(deep=False), self.model_, film, self.precision_, self.fitted_head_)
-
-    @classmethod
-    def _restored(cls, state: ClassifierState) -> SimpleCNAPSClassifier:
-        self = cls(**state.parameters)
-        self._restore(state)
-        return self
-
-    def _restore(self, state: ClassifierState) -> None:
-        """Take a state whose parts are on one device, and fold the networks again."""
-        model, dtype = state.model, choose_dtype(state.precision, state.model)
-        unadapted = None if state.fitted_head.support.unadapted is None else model.with_film(None, dtype)
-        task = AdaptedTask(model.with_film(state.film, dtype), state.fitted_head, unadapted)
-        self._set(device_=model.device, model_=model, precision_=state.precision, task_=task, _pictures=None)
-
     def __getstate__(self) -> dict[str, Any]:
-        # On the CPU, for machines without this device. The model and the FiLM parameters give back the folded networks.
+        # On the CPU, for machines without this device. The model and the FiLM parameters give back the folded networks;
+        # pictures and paths stay in this process.
         state = {name: on_cpu(value) for name, value in super().__getstate__().items()}
-        state.pop("_pictures", None)  # a fitted classifier that leaves the process has no pictures
-        if "task_" in state:
+        if "_fitted" in state:
             film = self.task_.network.film
             film = None if film is None else film.to(torch.device("cpu"))
-            state["task_"] = ClassifierState({}, state["model_"], film, self.precision_, self.fitted_head_)
-            state.pop("_support_names", None)  # paths of this machine
+            kept = ClassifierState({}, on_cpu(self.model_), film, self.precision_, self.fitted_head_)
+            state["_fitted"] = self.device_, self._fitted.allowed, kept
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "task_" in state:
+        if "_fitted" in state:
+            wanted, allowed, kept = state["_fitted"]
             try:
-                device = choose_device(self.device_)
+                device = choose_device(wanted)
             except ValueError:
                 device = torch.device("cpu")
-                warnings.warn(f"there is no device {self.device_} here: the classifier is on the CPU", stacklevel=2)
-            kept = state["task_"]
+                warnings.warn(f"there is no device {wanted} here: the classifier is on the CPU", stacklevel=2)
             film = None if kept.film is None else kept.film.to(device)
-            self._restore(
-                replace(kept, model=kept.model.to(device), film=film, fitted_head=kept.fitted_head.to(device))
-            )
+            kept = replace(kept, model=kept.model.to(device), film=film, fitted_head=kept.fitted_head.to(device))
+            self._fitted = _Fitted.restored(kept)._replace(allowed=allowed)
 
 
 def _with_pictures(batches: Iterable[torch.Tensor], pictures: list[torch.Tensor]) -> Iterator[torch.Tensor]:

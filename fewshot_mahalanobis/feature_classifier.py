@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from copy import copy, deepcopy
-from typing import Any
+from copy import deepcopy
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,17 +15,19 @@ from sklearn.utils.validation import validate_data
 
 from fewshot_mahalanobis.gaussians.support import class_means
 from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, LinearHead, MahalanobisHead, make_head
-from fewshot_mahalanobis.support_set.copies import (
-    checked_groups,
-    copies_found,
-    equal_rows,
-    warn_of_contradictions,
-    warn_of_copies,
-)
+from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.labels import allowed_classes, check_allowed, joined_labels, label_array
+
+
+class _Fitted(NamedTuple):
+    """What ``fit`` learns. ``partial_fit`` makes another one."""
+
+    columns: BaseEstimator  # width and names of the columns of X, where scikit-learn's validate_data writes them
+    head: FittedHead
+    allowed: NDArray[Any] | None  # every class that may occur, if partial_fit was told
 
 
 class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
@@ -88,6 +90,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     array([0])
     """
 
+    _fitted: _Fitted
+
     def __init__(
         self,
         beta: float | str | None = None,
@@ -132,10 +136,10 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             ``false_rejection_rate`` is smaller than so few examples can guarantee, or examples are copies; those in
             different classes are named.
         """
-        fresh = copy(self)
-        features, labels = validate_data(fresh, X, label_array(y), dtype=np.float64)
-        check_classification_targets(labels)
-        return self._become(fresh, features, labels, checked_groups(groups, len(labels)), None, allowed=None)
+        columns, features, labels = self._checked(X, y)
+        names = checked_groups(groups, len(labels))
+        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names), None)
+        return self
 
     def partial_fit(
         self,
@@ -164,53 +168,42 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             On invalid data, a label outside ``classes``, or ``classes`` other than an earlier call's. The estimator
             is then as it was.
         """
-        fresh = copy(self)
-        first = not hasattr(self, "classes_")
-        features, labels = validate_data(fresh, X, label_array(y), dtype=np.float64, reset=first)
-        check_classification_targets(labels)
+        fitted = getattr(self, "_fitted", None)
+        allowed = allowed_classes(classes, fitted and fitted.allowed)
+        columns, features, labels = self._checked(X, y, fitted)
         names = checked_groups(groups, len(labels))
-        allowed = allowed_classes(classes, None if first else self._allowed)
-        before = None if first else self.fitted_head_
-        if before is not None:
+        before = None
+        if fitted is not None:
+            before = fitted.head
             unique_labels(before.support_labels, labels)  # raises where strings would meet numbers
             features = np.concatenate([before.support.adapted.numpy(), features])
             labels = joined_labels(before.support_labels, labels)
             names = before.group_names + names
         check_allowed(labels, allowed)
-        return self._become(fresh, features, labels, names, before, allowed)
-
-    def _become(
-        self,
-        fresh: MahalanobisClassifier,
-        features: NDArray[np.float64],
-        labels: NDArray[Any],
-        group_names: list[Any],
-        before: FittedHead | None,
-        allowed: NDArray[Any] | None,
-    ) -> MahalanobisClassifier:
-        """Fit ``fresh``, a copy of this estimator, and take its place: an error leaves this one untouched."""
-        fresh._allowed = allowed
-        classes, indices = np.unique(labels, return_inverse=True)
-        support = Features(torch.tensor(features, device="cpu"))
-        copies = equal_rows(support.adapted)
-        fresh.fitted_head_ = FittedHead.fit(
-            self._head(),
-            support,
-            torch.tensor(indices, dtype=torch.int64, device="cpu"),
-            classes,
-            temperature=self.temperature,
-            unknown_label=self.unknown_label,
-            false_rejection_rate=self.false_rejection_rate,
-            similarities=False,
-            group_names=group_names,
-            copies=copies,
-        )
-        known = 0 if before is None else copies_found(before.groups, before.group_names)
-        warn_of_copies(fresh.fitted_head_.groups, group_names, known)
-        n_before = 0 if before is None else len(before.labels)
-        warn_of_contradictions(copies, labels, "example {}".format, n_before)
-        self.__dict__ = fresh.__dict__
+        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names, before), allowed)
         return self
+
+    def _checked(
+        self, X: ArrayLike, y: ArrayLike, fitted: _Fitted | None = None
+    ) -> tuple[BaseEstimator, NDArray[np.float64], NDArray[Any]]:
+        """Columns, features (n, d) and labels (n,), which fit each other and the columns of what was ``fitted``."""
+        checks: dict[str, Any] = {"dtype": np.float64, "estimator": self}  # the one that messages name
+        if fitted is None:
+            columns = BaseEstimator()
+            features, labels = validate_data(columns, X, label_array(y), **checks)
+        else:
+            columns = fitted.columns
+            features, labels = validate_data(self, X, label_array(y), reset=False, **checks)
+        check_classification_targets(labels)
+        return columns, features, labels
+
+    def _fitted_to(
+        self, features: NDArray[np.float64], labels: NDArray[Any], names: list[Any], before: FittedHead | None = None
+    ) -> FittedHead:
+        support = Features(torch.tensor(features, device="cpu"))
+        return self._fit_head(
+            self._head(), support, labels, names, equal_rows(support.adapted), "example {}".format, before
+        )
 
     def _head(self) -> Head[Any]:
         given = {"beta": self.beta, "task_covariance": self.task_covariance, "scale": self.scale}
@@ -229,6 +222,21 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
         checked = validate_data(self, X, dtype=np.float64, reset=False)
         yield Features(torch.tensor(checked, device="cpu"))
+
+    @property
+    def fitted_head_(self) -> FittedHead:
+        """The head fitted to the training examples."""
+        return self._fitted.head
+
+    @property
+    def n_features_in_(self) -> int:
+        """Feature width d."""
+        return self._fitted.columns.n_features_in_
+
+    @property
+    def feature_names_in_(self) -> NDArray[Any]:
+        """Column names, shape (d,), if ``X`` had them and all were strings."""
+        return self._fitted.columns.feature_names_in_
 
     @property
     def means_(self) -> NDArray[np.float64]:

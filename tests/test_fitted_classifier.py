@@ -133,7 +133,7 @@ def test_pictures_are_drawn_and_shared_by_the_range_of_the_classifier(
     np.testing.assert_array_equal(query_axes[1, 0].images[0].get_array(), wanted[1])  # green
     axes = plotting.plot_support_influence(classifier, images, images[3], figure=plotting.Figure())
     np.testing.assert_array_equal(axes[0, 0].images[0].get_array(), wanted[3])
-    strips = card._write_strips(tmp_path, classifier.classes_, classifier.image_batches(images, 84), np.array(LABELS))
+    strips = card._write_strips(tmp_path, classifier._state(), images, LABELS)
     shown = np.asarray(Image.open(tmp_path / strips[0]))[:, :84].astype(float)
     assert abs(shown.mean() - wanted[0].mean()) < 3
 
@@ -154,8 +154,9 @@ def test_pictures_are_drawn_and_shared_by_the_range_of_the_classifier(
 def test_settings_that_came_after_fit_are_named_when_a_file_is_written(
     fitted: dict[str, Any], late: dict[str, Any], writes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for door in ("write_classifier", "write_onnx", "write_program", "write_web_page"):
-        monkeypatch.setattr(f"fewshot_mahalanobis.classifier.{door}", lambda *given, **named: None)
+    doors = ("classifier_file.write_classifier", "export.write_onnx", "export.write_program", "web_page.write_web_page")
+    for door in doors:
+        monkeypatch.setattr(f"fewshot_mahalanobis.checkpoints.{door}", lambda *given, **named: None)
     classifier = tiny_classifier(**fitted)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 from scipy.stats import binomtest
 
@@ -23,9 +24,10 @@ from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState, write_classifier
 from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER
-from fewshot_mahalanobis.checkpoints.hub import hub_name
+from fewshot_mahalanobis.checkpoints.hub import hub_name, upload
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.support_set.labels import checked_labels
 from fewshot_mahalanobis.support_set.summary import SupportSummary
 
 #: Side of a thumbnail and the space between two, in pixels; most thumbnails of a class.
@@ -73,20 +75,28 @@ classifier.predict(["photo.jpg"])  # also predict_proba, partial_fit with more i
 """
 
 
-def write_repository(
-    folder: Path,
+def push_classifier(
     repo_id: str,
     state: ClassifierState,
     summary: SupportSummary,
-    thumbnails: tuple[ImageBatches, NDArray[Any]] | None,
-) -> None:
-    """Write what goes into the repository ``repo_id``: the classifier, the model card, the thumbnails."""
-    strips = {} if thumbnails is None else _write_strips(folder, state.fitted_head.classes, *thumbnails)
-    card = model_card(repo_id, state, summary, strips)
-    if public_checkpoint(state.parameters["checkpoint"]) is None:  # a path of this machine is nobody else's business
-        state = replace(state, parameters={**state.parameters, "checkpoint": state.model})
-    write_classifier(state, folder / CLASSIFIER)
-    (folder / CARD).write_text(card, encoding="utf-8")
+    thumbnails: tuple[Any, ArrayLike] | None,
+    *,
+    private: bool | None,
+    token: str | bool | None,
+) -> str:
+    """Push a fitted classifier with its card, and thumbnails of (images, labels); the address of the commit.
+
+    ValueError as :func:`write_classifier`, or if a thumbnail or its label cannot be used; UploadError as
+    :func:`upload`.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        strips = {} if thumbnails is None else _write_strips(folder, state, *thumbnails)
+        (folder / CARD).write_text(model_card(repo_id, state, summary, strips), encoding="utf-8")
+        if public_checkpoint(state.parameters["checkpoint"]) is None:  # others lack a path of this machine
+            state = replace(state, parameters={**state.parameters, "checkpoint": state.model})
+        write_classifier(state, folder / CLASSIFIER)
+        return upload(folder, repo_id, private=private, token=token, message="Push fitted classifier")
 
 
 def model_card(
@@ -154,8 +164,11 @@ def _accuracy(summary: SupportSummary, adapted: bool) -> str:
     )
 
 
-def _write_strips(folder: Path, classes: NDArray[Any], images: ImageBatches, labels: NDArray[Any]) -> dict[int, str]:
+def _write_strips(folder: Path, state: ClassifierState, X: Any, y: ArrayLike) -> dict[int, str]:
     """Write the first images of each class side by side as one JPEG, without what their files say of them."""
+    parameters, classes = state.parameters, state.fitted_head.classes
+    images = ImageBatches(X, SIDE, n_jobs=parameters["n_jobs"], value_range=parameters["value_range"])
+    labels = checked_labels(y, images.n_images)
     unknown = np.setdiff1d(labels, classes)
     if len(unknown):
         raise ValueError(f"thumbnails have the label {unknown.tolist()[0]!r}, which is none of the classes")

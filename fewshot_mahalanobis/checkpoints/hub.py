@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -71,22 +72,19 @@ def _snapshot(repo_id: str, revision: str | None, files: Sequence[str], **option
     return Path(folder)
 
 
-def hub_classifier(repo_id: str, *, token: str | bool | None = None) -> Path:
-    """Download a fitted classifier ("user/repo" or "user/repo@revision") and return the file.
+def pretrained_classifier(name: str | os.PathLike[str], *, token: str | bool | None = None) -> Path:
+    """Return the file of a fitted classifier in a folder or, downloaded, in a repository ("user/repo@revision").
 
-    DownloadError as for :func:`hub_checkpoint`, or if the repository holds no fitted classifier.
+    DownloadError as for :func:`hub_checkpoint`, or if there is no fitted classifier.
     """
-    repository, revision = hub_name(repo_id) or (repo_id, None)
-    folder = _snapshot(repository, revision, [CLASSIFIER, CARD], token=token)
-    return classifier_file(folder, repo_id)
-
-
-def classifier_file(folder: Path, name: str) -> Path:
-    """Return the file of the fitted classifier in ``folder``; DownloadError if there is none."""
+    folder = Path(name)
+    if not folder.is_dir():
+        repository, revision = hub_name(str(name)) or (str(name), None)
+        folder = _snapshot(repository, revision, [CLASSIFIER, CARD], token=token)
     if not (folder / CLASSIFIER).is_file():
         raise DownloadError(
-            f"{name!r} holds no fitted classifier, which would be the file {CLASSIFIER}. If it is a checkpoint, "
-            f"SimpleCNAPSClassifier({name!r}).fit(images, labels) makes a classifier of it"
+            f"{str(name)!r} holds no fitted classifier, which would be the file {CLASSIFIER}. If it is a checkpoint, "
+            f"SimpleCNAPSClassifier({str(name)!r}).fit(images, labels) makes a classifier of it"
         )
     return folder / CLASSIFIER
 

@@ -1,8 +1,14 @@
-"""What the two scikit-learn classifiers share: everything after the features."""
+"""What the two scikit-learn classifiers share: everything after the features.
+
+fit:      features of the support set (n, d), labels (n,)  ->  FittedHead
+predict:  features of queries (m, d)  ->  logits (m, k)  ->  label of the largest, or the unknown label
+
+The two lines are ``_fit_head`` and ``predict``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -12,71 +18,37 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from fewshot_mahalanobis.heads import Head
+from fewshot_mahalanobis.support_set.copies import copies_found, warn_of_contradictions, warn_of_copies
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead, Prediction
 from fewshot_mahalanobis.support_set.labels import label_array
 from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
 
 
-class Predictions(NamedTuple):
-    """Everything that a classifier says about m queries.
-
-    Parameters
-    ----------
-    labels : ndarray of shape (m,)
-        As ``predict``.
-    probabilities : float64 ndarray of shape (m, k)
-        As ``predict_proba``.
-    unknown : bool ndarray of shape (m,)
-        Whether the query belongs to no class.
-    features : ndarray of shape (m, d)
-        What the head classifies; for images as ``transform``.
-    """
-
-    labels: NDArray[Any]
-    probabilities: NDArray[np.float64]
-    unknown: NDArray[np.bool_]
-    features: NDArray[np.floating]
-
-
 class FittedHeadMixin(ClassifierMixin):
-    """Predictions of a classifier whose :class:`FittedHead` is in ``fitted_head_``.
+    """``predict`` and its like for a classifier that turns what it is given into features.
 
-    The classifier defines ``_query_features``.
+    The classifier defines ``_query_features`` and :attr:`fitted_head_`, which it makes by ``_fit_head``. Whatever
+    ``fit`` learns is one record, ``_fitted``, which takes the place of an earlier one in a single step.
     """
 
-    fitted_head_: FittedHead
     #: What ``summary`` calls an example.
     _noun: ClassVar[str] = "example"
+    #: Whether the outlier score compares features besides the head's logits.
+    _similarities: ClassVar[bool] = False
+    temperature: float | str
+    unknown_label: Any
+    false_rejection_rate: float
+
+    @property
+    def fitted_head_(self) -> FittedHead:
+        """The head fitted to the support set."""
+        raise NotImplementedError
 
     def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
         """Check queries and yield their features batch by batch, with those that the outlier score needs if asked."""
         raise NotImplementedError
-
-    # ---------------------------------------------------------------- attributes, as scikit-learn names them
-
-    @property
-    def classes_(self) -> NDArray[Any]:
-        """Labels of the classes, sorted, shape (k,)."""
-        return self.fitted_head_.classes
-
-    @property
-    def class_counts_(self) -> NDArray[np.int64]:
-        """Support examples of each class, shape (k,)."""
-        return self.fitted_head_.counts
-
-    @property
-    def temperature_(self) -> float:
-        """``temperature``, or what "auto" chose."""
-        return self.fitted_head_.temperature
-
-    @property
-    def threshold_(self) -> float | None:
-        """Threshold of :meth:`outlier_score`; None without ``unknown_label``."""
-        outliers = self.fitted_head_.outliers
-        return None if outliers is None else outliers.threshold
-
-    # ---------------------------------------------------------------- predictions
 
     def predict(self, X: Any, *, transductive: bool = False) -> NDArray[Any]:
         """Predict the labels of queries.
@@ -99,8 +71,17 @@ class FittedHeadMixin(ClassifierMixin):
         ValueError
             A query cannot be used. The message names it.
         """
-        indices = [prediction.indices for _, prediction in self._predictions(X, "predict", transductive)]
-        return self.fitted_head_.output_labels[torch.cat(indices).cpu().numpy()]
+        predictions = self._predictions(X, "predict", transductive)
+        indices = torch.cat([prediction.indices for _, prediction in predictions])
+        return self.fitted_head_.output_labels[indices.cpu().numpy()]
+
+    def _predictions(self, X: Any, method: str, transductive: bool = False) -> Iterator[tuple[Features, Prediction]]:
+        check_is_fitted(self)
+        batches = self._query_features(X, method, for_outliers=True)
+        if transductive:  # each query depends on all
+            batches = iter([Features.joined(batches)])
+        for features in batches:
+            yield features, self.fitted_head_.predict(features, transductive=transductive)
 
     def predict_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
         """Probabilities (m, k) of the known classes: the softmax of the logits over T (equation 1 for T = 1)."""
@@ -171,17 +152,87 @@ class FittedHeadMixin(ClassifierMixin):
         check_is_fitted(self)
         return summarise(self.fitted_head_, self._noun)
 
-    def _predictions(self, X: Any, method: str, transductive: bool = False) -> Iterator[tuple[Features, Any]]:
-        check_is_fitted(self)
-        batches = self._query_features(X, method, for_outliers=True)
-        if transductive:  # each query depends on all
-            batches = iter([Features.joined(batches)])
-        for features in batches:
-            yield features, self.fitted_head_.predict(features, transductive=transductive)
-
     def _logits(self, X: Any, method: str, transductive: bool = False) -> Tensor:
         check_is_fitted(self)
         adapted = (features.adapted for features in self._query_features(X, method))
         if transductive:
             return self.fitted_head_.transductive_logits(torch.cat([*adapted])).cpu()
         return torch.cat([self.fitted_head_.logits(features).cpu() for features in adapted])
+
+    # ---------------------------------------------------------------- fitting
+
+    def _fit_head(
+        self,
+        head: Head[Any],
+        support: Features,
+        labels: NDArray[Any],
+        group_names: list[Any],
+        copies: NDArray[np.int64],
+        name: Callable[[int], str],
+        before: FittedHead | None = None,
+    ) -> FittedHead:
+        """Fit a head to a support set, and warn of copies, called by ``name``, that were not in it ``before``."""
+        classes, codes = np.unique(labels, return_inverse=True)
+        fitted = FittedHead.fit(
+            head,
+            support,
+            torch.from_numpy(codes),
+            classes,
+            temperature=self.temperature,
+            unknown_label=self.unknown_label,
+            false_rejection_rate=self.false_rejection_rate,
+            similarities=self._similarities,
+            group_names=group_names,
+            copies=copies,
+        )
+        n, known = (0, 0) if before is None else (len(before.labels), copies_found(before.groups, before.group_names))
+        warn_of_copies(fitted.groups, group_names, known)
+        warn_of_contradictions(copies, labels, name, n)
+        return fitted
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "_fitted")
+
+    # ---------------------------------------------------------------- attributes, as scikit-learn names them
+
+    @property
+    def classes_(self) -> NDArray[Any]:
+        """Labels of the classes, sorted, shape (k,)."""
+        return self.fitted_head_.classes
+
+    @property
+    def class_counts_(self) -> NDArray[np.int64]:
+        """Support examples of each class, shape (k,)."""
+        return self.fitted_head_.counts
+
+    @property
+    def temperature_(self) -> float:
+        """``temperature``, or what "auto" chose."""
+        return self.fitted_head_.temperature
+
+    @property
+    def threshold_(self) -> float | None:
+        """Threshold of :meth:`outlier_score`; None without ``unknown_label``."""
+        outliers = self.fitted_head_.outliers
+        return None if outliers is None else outliers.threshold
+
+
+class Predictions(NamedTuple):
+    """Everything that a classifier says about m queries.
+
+    Parameters
+    ----------
+    labels : ndarray of shape (m,)
+        As ``predict``.
+    probabilities : float64 ndarray of shape (m, k)
+        As ``predict_proba``.
+    unknown : bool ndarray of shape (m,)
+        Whether the query belongs to no class.
+    features : ndarray of shape (m, d)
+        What the head classifies; for images as ``transform``.
+    """
+
+    labels: NDArray[Any]
+    probabilities: NDArray[np.float64]
+    unknown: NDArray[np.bool_]
+    features: NDArray[np.floating]

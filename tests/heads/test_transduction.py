@@ -158,7 +158,7 @@ def test_feature_classifier_finds_what_one_example_of_a_class_hides(head):
     truth = np.repeat(["left", "right"], 40)
     support = np.array([[-3.5, 4.0], [2.0, -2.0]])  # far from their classes' centres
     classifier = MahalanobisClassifier(head=head).fit(support, ["left", "right"])
-    before = dict(classifier.__dict__)
+    before = dict(vars(classifier))
     alone, together = classifier.predict(queries), classifier.predict(queries, transductive=True)
     assert (together == truth).mean() > (alone == truth).mean()
     probabilities = classifier.predict_proba(queries, transductive=True)
@@ -166,8 +166,8 @@ def test_feature_classifier_finds_what_one_example_of_a_class_hides(head):
     np.testing.assert_array_equal(classifier.classes_[probabilities.argmax(axis=1)], together)
     np.testing.assert_allclose(np.log(probabilities), classifier.predict_log_proba(queries, transductive=True))
     np.testing.assert_array_equal(classifier.predict(queries), alone)
-    assert before.keys() == classifier.__dict__.keys()
-    assert before["fitted_head_"] is classifier.fitted_head_
+    assert all(value is vars(classifier)[name] for name, value in before.items())
+    assert before.keys() == vars(classifier).keys()
 
 
 def test_unknown_queries_are_those_that_are_unknown_without():

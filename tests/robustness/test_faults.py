@@ -103,8 +103,8 @@ def test_ctrl_c_at_any_line_leaves_the_old_fitted_state_or_the_new_one(method: s
             unchanged += 1
             assert (classifier.decision_function(queries) == answer).all()
         else:  # whole: every fitted array belongs to the same new task
-            assert not kept["task_"]
-            assert kept["model_"]  # the module that was given, which nothing changes
+            assert not kept["_fitted"]
+            assert classifier.model_ is before["_fitted"].model  # the module that was given, which nothing changes
             assert classifier.decision_function(queries).shape[:1] == (5,)
             assert len(classifier.classes_) == len(classifier.class_counts_) == (2 if method == "fit" else 5)
             assert classifier.class_counts_.sum() == len(classifier.fitted_head_.labels)
