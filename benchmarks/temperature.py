@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.calibration import expected_calibration_error
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis.heads import make_head
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -56,7 +57,7 @@ def answers(
     query_features = torch.from_numpy(classifier.transform(list(source.images[queries.ravel()])))
     truth = torch.arange(WAY).repeat_interleave(QUERIES)
     for name in HEADS:
-        head = classifier.model_.head_named(name)
+        head = make_head(name, classifier.model_.config, classifier.model_.head)
         for temperature in TEMPERATURES:
             fitted = FittedHead.fit(head, features, torch.from_numpy(labels), temperature=temperature)
             p, predicted = fitted.log_probabilities(fitted.logits(query_features)).exp().max(dim=1)

@@ -27,6 +27,7 @@ from torch import nn
 
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+from fewshot_mahalanobis.heads import make_head
 from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
@@ -241,7 +242,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         check_precision(self.precision)
         model = self._model_on(device)
         dtype = choose_dtype(self.precision, model)
-        head = model.head_named(self.head)
+        head = make_head(self.head, model.config, model.head).to(device)
         batches = self._batches(X, model.image_size, device, progress="fit")
         labels, names = checked_labels(y, batches.n_images), checked_groups(groups, batches.n_images)
         codes = self._check_classes(labels, allowed)

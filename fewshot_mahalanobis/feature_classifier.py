@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import validate_data
 
 from fewshot_mahalanobis.gaussians.support import class_means
-from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, LinearHead, MahalanobisHead, make_head
+from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, MahalanobisHead, make_head
 from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
@@ -208,16 +207,10 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     def _head(self) -> Head[Any]:
         given = {"beta": self.beta, "task_covariance": self.task_covariance, "scale": self.scale}
         given = {name: value for name, value in given.items() if value is not None}
-        if not isinstance(self.head, str):
-            head: Head[Any] = deepcopy(self.head).eval()
-        else:
-            if self.head == LinearHead.name:
-                raise ValueError('head="linear" has learned weights: it is for SimpleCNAPSClassifier with a checkpoint')
-            name = MahalanobisHead.name if given and self.head == AutoHead.name else self.head
-            head = make_head(name, {**PAPER_SETTINGS, **given})
-        if given and not isinstance(head, MahalanobisHead):
+        named = MahalanobisHead.name if given and self.head == AutoHead.name else self.head
+        if given and named != MahalanobisHead.name:
             raise ValueError(f'{", ".join(given)}: settings of head="mahalanobis", not of {self.head!r}')
-        return head
+        return make_head(named, {**PAPER_SETTINGS, **given})
 
     def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
         checked = validate_data(self, X, dtype=np.float64, reset=False)

@@ -552,7 +552,7 @@ def test_a_failed_fit_leaves_the_fitted_state(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"head": "cosinus"}, "head must be one of .*'cosine'.* got 'cosinus'"),
+        ({"head": "cosinus"}, "head must be one of .*cosine.* got 'cosinus'"),
         ({"precision": "float16"}, "precision must be .* got 'float16'"),
         ({"device": "abacus"}, "device 'abacus' cannot be used here"),
         ({"batch_size": 0}, "batch_size must be a positive integer"),

@@ -130,7 +130,7 @@ def test_changing_the_callers_arrays_afterwards_changes_nothing() -> None:
         ({"beta": -1.0, "head": "mahalanobis"}, [[0.0], [1.0]], "beta must be"),
         ({"scale": 0.0, "head": "mahalanobis"}, [[0.0], [1.0]], "scale must be"),
         ({"beta": 0.5, "head": "cosine"}, [[0.0], [1.0]], "beta: settings of head=\"mahalanobis\", not of 'cosine'"),
-        ({"head": "linear"}, [[0.0], [1.0]], "learned"),
+        ({"head": "linear"}, [[0.0], [1.0]], "no trained linear head"),
         ({}, [[0.0], [np.nan]], "NaN"),
         ({}, [[0.0], [1.0], [2.0]], "inconsistent numbers of samples"),
     ],

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
 from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights, stored_weights
-from fewshot_mahalanobis.heads import describe_head, head_from_description
+from fewshot_mahalanobis.heads import describe_head, make_head
 from fewshot_mahalanobis.images.ranges import checked_range
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device
 from fewshot_mahalanobis.networks.film import Film
@@ -110,8 +110,8 @@ class Labels(_Record):
 class Fitted(_Record):
     """What :meth:`FittedHead.kept` returns beside tensors and labels.
 
-    A name as ``head`` stands for the head that the model has or makes (``SimpleCNAPS.head_named``). ``settled`` is None
-    if it is ``head`` itself. ``group_names`` is None if the user named no group.
+    A name as ``head`` stands for the head that the model has or makes. ``settled`` is None if it is ``head`` itself.
+    ``group_names`` is None if the user named no group.
     """
 
     head: str | dict[str, Any]
@@ -335,7 +335,7 @@ def _state(
     check_precision(header.precision)
     checked_range(header.parameters.value_range)
     if isinstance(header.parameters.head, dict):
-        parameters["head"] = head_from_description(header.parameters.head)
+        parameters["head"] = make_head(header.parameters.head)
     parameters |= {"checkpoint": model if header.checkpoint is None else header.checkpoint, "device": device}
     labels, classes = tensors["support_labels"], _classes(header.labels)
     if labels.numel() == 0 or int(labels.min()) < 0 or int(labels.max()) + 1 != len(classes):
@@ -351,13 +351,13 @@ def _state(
     groups = tensors.get("support_groups")
     if len(group_names) != len(labels):
         raise ValueError(f"{len(group_names)} names of groups of {len(labels)} support images")
-    head = model.head_named(fitted.head if isinstance(fitted.head, str) else head_from_description(fitted.head))
+    head = make_head(fitted.head, model.config, model.head).to(target)
     unadapted = tensors.get("unadapted_features", tensors.get("frozen_features"))
     support = Features(tensors["support_features"], unadapted).to(target)
     if fitted.settled is None:
         settled = head.settled(support.adapted, labels.to(target), None if groups is None else groups.to(target))
     else:
-        settled = head_from_description(fitted.settled).to(target)
+        settled = make_head(fitted.settled).to(target)
     fitted_head = FittedHead.from_kept(
         {
             "head": head,

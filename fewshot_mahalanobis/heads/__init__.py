@@ -8,8 +8,11 @@ NeurIPS 2019) and the others the metrics that the paper compares with. Probabili
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
+
+from torch import nn
 
 from fewshot_mahalanobis.heads.head import Head
 from fewshot_mahalanobis.heads.linear import LinearClassifier, LinearHead, LinearLayerHead
@@ -37,63 +40,68 @@ __all__ = [
     "ManhattanHead",
     "PrototypeHead",
     "describe_head",
-    "head_from_description",
     "make_head",
 ]
 
-#: Every head by its name.
+#: Every head by its name. Messages list these names; helps and pages that do are held to them by tests.
 HEADS: dict[str, type[Head[Any]]] = {
     head.name: head
-    for head in (MahalanobisHead, AutoHead, EuclideanHead, ManhattanHead, CosineHead, DotProductHead, LinearHead)
+    for head in (AutoHead, MahalanobisHead, EuclideanHead, ManhattanHead, CosineHead, DotProductHead, LinearHead)
 }
 
 #: Settings of :class:`MahalanobisHead` as in the paper.
 PAPER_SETTINGS = {"scale": 1.0, "beta": 1.0, "task_covariance": True, "one_shot_covariance": "zero"}
 
 
-def make_head(name: str, settings: Mapping[str, Any] = PAPER_SETTINGS, in_features: int = 512) -> Head[Any]:
-    """Make a head by its name.
+def make_head(
+    head: str | nn.Module | Mapping[str, Any],
+    settings: Mapping[str, Any] = PAPER_SETTINGS,
+    own: Head[Any] | None = None,
+) -> Head[Any]:
+    """Make the head that a setting stands for.
 
     Parameters
     ----------
-    name : str
-        One of ``HEADS``.
+    head : str, Head or mapping
+        A name of ``HEADS``; a head object, which is copied; or what :func:`describe_head` returned.
     settings : mapping
-        Settings of a model, as ``SimpleCNAPS.config``. ``MahalanobisHead`` uses scale, beta, task_covariance and
-        one_shot_covariance.
-    in_features : int
-        Feature width, for ``LinearHead``.
+        Settings of a head by its name: scale, beta, task_covariance and one_shot_covariance of ``MahalanobisHead``, as
+        in ``SimpleCNAPS.config``.
+    own : Head, optional
+        The head of a model, with its weights. Its name stands for it itself.
 
     Raises
     ------
     ValueError
-        There is no such head.
+        There is no such head, or it has learned weights and is not ``own``. Or TypeError if the description is of no
+        head.
     """
+    if isinstance(head, nn.Module):
+        return cast("Head[Any]", copy.deepcopy(head).eval())
+    if isinstance(head, str):
+        return own if own is not None and head == own.name else _head_class(head).from_settings(settings)
+    arguments = {name: value for name, value in head.items() if name != "name"}
+    return _head_class(head.get("name")).from_description(arguments)
+
+
+def _head_class(name: Any) -> type[Head[Any]]:
     if name not in HEADS:
-        raise ValueError(f"head must be one of {sorted(HEADS)}, got {name!r}")
-    return HEADS[name].of_model(settings, in_features)
+        raise ValueError(f"head must be one of {', '.join(HEADS)}, got {name!r}")
+    return HEADS[name]
 
 
 def describe_head(head: Head[Any]) -> dict[str, Any]:
-    """Return the name and the settings of a head as JSON values, for a file.
+    """Return the name and the settings of a head as JSON values, for a file; :func:`make_head` makes it again.
 
     Raises
     ------
     ValueError
         The head has learned weights, or a class that the file's reader would not know.
     """
-    remedy = f"name one of {sorted(HEADS)}, or pickle the classifier"
+    remedy = f"name one of {', '.join(HEADS)}, or pickle the classifier"
     if HEADS.get(head.name) is not type(head):
         raise ValueError(f"a {type(head).__name__} as head cannot be written to a file, which has no code: {remedy}")
     try:
         return {"name": head.name, **head.describe()}
     except ValueError as error:
         raise ValueError(f"a {type(head).__name__} object as head cannot be written: {error}. {remedy}") from error
-
-
-def head_from_description(description: Mapping[str, Any]) -> Head[Any]:
-    """Make the head that :func:`describe_head` described; ValueError or TypeError if no head fits."""
-    name, settings = description.get("name"), {key: value for key, value in description.items() if key != "name"}
-    if name not in HEADS:
-        raise ValueError(f"head must be one of {sorted(HEADS)}, got {name!r}")
-    return HEADS[name].from_description(settings)

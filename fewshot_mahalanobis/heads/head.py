@@ -124,8 +124,8 @@ class Head(nn.Module, Generic[State]):
         return cls(**description)
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> Head[Any]:
-        """Make the head of a model with these settings (``SimpleCNAPS.config``) and features of this width."""
+    def from_settings(cls, settings: Mapping[str, Any]) -> Head[Any]:
+        """Make the head of a model with these settings (``SimpleCNAPS.config``). ValueError if it has to be learned."""
         return cls()
 
     def leave_one_out_logits(

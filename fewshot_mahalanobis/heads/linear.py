@@ -88,9 +88,12 @@ class LinearHead(LinearLayerHead):
         raise ValueError("no file describes the learned weights of a LinearHead")
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> LinearHead:
-        """Make the head, with weights yet to be learned or loaded, for features of this width."""
-        return cls(in_features)
+    def from_settings(cls, settings: Mapping[str, Any]) -> LinearHead:
+        """Raise ValueError: settings are no learned weights."""
+        raise ValueError(
+            "there is no trained linear head here: choose another head, or SimpleCNAPSClassifier with a checkpoint of "
+            "CNAPS, which was trained with it"
+        )
 
     def _generate(self, means: Tensor) -> LinearClassifier:
         means = means.to(self.weight_generator.linear1.weight.dtype)

@@ -206,7 +206,7 @@ class MahalanobisHead(Head[ClassGaussians]):
         return cls(RegularizedCovariance(**description["covariance"]), description["scale"])
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> MahalanobisHead:
+    def from_settings(cls, settings: Mapping[str, Any]) -> MahalanobisHead:
         """Make the head with the covariance settings and the scale of a model."""
         names = ("beta", "task_covariance", "one_shot_covariance")
         return cls(RegularizedCovariance(**{name: settings[name] for name in names}), settings["scale"])

@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class SimpleCNAPS(nn.Module):
     ----------
     adaptation : {"film", "auto-regressive", "none"}
         How FiLM parameters are generated from the support set.
-    head : {"mahalanobis", "euclidean", "manhattan", "cosine", "dot_product", "linear"}
+    head : {"auto", "mahalanobis", "euclidean", "manhattan", "cosine", "dot_product", "linear"}
         How queries are classified on the adapted features.
     scale : float
         s of the Mahalanobis head's logits, -s (x - mu_k)^T Q_k^-1 (x - mu_k). Equation 2 has 1/2, the
@@ -165,7 +165,9 @@ class SimpleCNAPS(nn.Module):
         if generator is not None:
             self.film_generator = generator() if backbone is None else NetworkFilmGenerator(backbone.film_positions)
         self.projection = ProjectionNetwork(FilmResNet18.out_features) if projection else None
-        self.head: Head = make_head(head, self.config, self.feature_extractor.out_features)
+        self.head: Head = (
+            LinearHead(self.feature_extractor.out_features) if head == LinearHead.name else make_head(head, self.config)
+        )
 
     def train(self, mode: bool = True) -> SimpleCNAPS:
         """Set training mode everywhere but in the frozen backbone."""
@@ -293,31 +295,6 @@ class SimpleCNAPS(nn.Module):
         support_features, query_features = features.split([len(support_images), len(query_images)])
         return self.head(support_features, support_labels, query_features)
 
-    def head_named(self, head: str | nn.Module) -> Head:
-        """Return the head that a setting of the classifiers stands for, on this model's device.
-
-        Parameters
-        ----------
-        head : str or Head
-            A name stands for the model's own head, with its weights, if that has this name; otherwise for a new head
-            with the model's settings. An object is copied.
-
-        Raises
-        ------
-        ValueError
-            There is no such head, or it has learned weights that this model lacks.
-        """
-        if isinstance(head, nn.Module):
-            return cast(Head, copy.deepcopy(head).to(self.device).eval())
-        if head == self.config["head"]:
-            return self.head
-        if head == LinearHead.name:
-            raise ValueError(
-                f"the checkpoint has no trained linear head, its head is {self.config['head']!r}: choose another head "
-                "or a checkpoint of CNAPS"
-            )
-        return make_head(head, self.config).to(self.device)
-
     @torch.no_grad()
     def adapt(
         self,
@@ -416,7 +393,7 @@ class SimpleCNAPS(nn.Module):
         mean, std : sequences of 3 floats
             Per channel, for images from 0 to 1: the network reads (image - mean) / std. For a name, the defaults are
             timm's.
-        head : {"mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"}
+        head : {"auto", "mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"}
         scale : float
             As for the class.
         beta : float or "auto"

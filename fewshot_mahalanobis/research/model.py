@@ -45,9 +45,6 @@ class EpisodicModel(Protocol):
     def device(self) -> torch.device:
         """Device of the weights."""
 
-    def head_named(self, head: str) -> Head[Any]:
-        """Return the head of this name, with the model's weights or settings; ValueError if it cannot be had."""
-
     def with_film(self, film: Film | None = None, dtype: torch.dtype = torch.float32) -> AdaptedNetwork:
         """Return the network with given FiLM parameters; None leaves it without adaptation."""
 

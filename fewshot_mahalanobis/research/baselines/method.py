@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,7 +17,7 @@ class Method(Head[State]):
     """A head that the paper compares with, and that ``meta-train --method`` may train.
 
     ``METHODS[name]()`` is the method without learned weights, for a network that was not trained for it;
-    ``METHODS[name].of_model(settings, in_features)`` has weights yet to be learned or loaded, as every head.
+    ``METHODS[name].of_model(settings, in_features)`` has weights yet to be learned or loaded.
 
     Attributes
     ----------
@@ -32,6 +33,11 @@ class Method(Head[State]):
     needs_training: ClassVar[bool] = False
     trains_network: ClassVar[bool] = True
     adaptation: ClassVar[str] = "none"
+
+    @classmethod
+    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> Method[Any]:
+        """Make the method for features of this width, with the settings of a ``Baseline``."""
+        return cls()
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Training loss of the logits (m, k) of queries with labels (m,): the cross-entropy unless overridden."""

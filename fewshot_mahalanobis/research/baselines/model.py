@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -25,7 +25,6 @@ from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, chann
 from fewshot_mahalanobis.research.baselines import METHODS
 from fewshot_mahalanobis.research.baselines.gidaris import Gidaris
 from fewshot_mahalanobis.research.baselines.maml import MAML
-from fewshot_mahalanobis.research.baselines.method import Method
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -117,7 +116,7 @@ class Baseline(nn.Module):
         by_film = method.adaptation == "film"
         self.set_encoder = SetEncoder() if by_film else None
         self.film_generator = FilmGenerator() if by_film else None
-        self.head = cast("Method[Any]", method.of_model(self.config, self.feature_extractor.out_features))
+        self.head = method.of_model(self.config, self.feature_extractor.out_features)
 
     def train(self, mode: bool = True) -> Baseline:
         """Set training mode everywhere but in the network, whose BatchNorms keep their statistics."""
@@ -129,12 +128,6 @@ class Baseline(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.parameters()).device
-
-    def head_named(self, head: str) -> Method[Any]:
-        """Return the method by its name. ValueError for any other head: it was not trained with this network."""
-        if head != self.config["head"]:
-            raise ValueError(f"this network was trained with the method {self.config['head']!r}, not with {head!r}")
-        return self.head
 
     def save(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
         """Write the trained method with its card; the arguments are those of ``checkpoints.folder.write_folder``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.heads import HEADS, Head, make_head
+from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead, make_head
 from fewshot_mahalanobis.networks.devices import choose_dtype
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines import METHODS
@@ -91,18 +90,17 @@ def head_of(model: EpisodicModel, variant: Variant) -> Head[Any]:
     ValueError if there is no such head, it has weights and the model was not trained with it, or it has no task
     covariance to leave out.
     """
-    if isinstance(variant.head, Head):
-        return copy.deepcopy(variant.head).to(model.device).eval()
-    own = variant.head == model.config["head"]
-    if variant.head in METHODS and not own:
-        return METHODS[variant.head]().to(model.device)
-    if variant.head not in HEADS and not own:
-        raise ValueError(f"there is no head {variant.head!r}; there are {', '.join(HEADS)}")
-    if not variant.task_covariance and variant.head != "mahalanobis":
-        raise ValueError(f"the head {variant.head!r} has no task covariance to leave out")
-    if variant.head == "mahalanobis" and not variant.task_covariance:
-        return make_head(variant.head, {**model.config, "task_covariance": False})
-    return model.head_named(variant.head)
+    head, trained_with = variant.head, model.config["head"]
+    if isinstance(head, str) and head != trained_with:
+        if head in METHODS:
+            return METHODS[head]().to(model.device)
+        if trained_with in METHODS:
+            raise ValueError(f"this network was trained with the method {trained_with!r}, not with {head!r}")
+    if variant.task_covariance:
+        return make_head(head, model.config, model.head).to(model.device)
+    if head != MahalanobisHead.name:
+        raise ValueError(f"the head {head!r} has no task covariance to leave out")
+    return make_head(head, {**model.config, "task_covariance": False}).to(model.device)
 
 
 def evaluate_source(

@@ -25,6 +25,7 @@ from fewshot_mahalanobis.research.baselines import METHODS
 from fewshot_mahalanobis.research.baselines.maml import MAML
 from fewshot_mahalanobis.research.baselines.model import Baseline, read_baseline
 from fewshot_mahalanobis.research.data.sources import load_source
+from fewshot_mahalanobis.research.evaluation.accuracy import Variant, head_of
 from fewshot_mahalanobis.research.training.meta_train import meta_train
 from fewshot_mahalanobis.research.training.tasks import TrainingTasks
 from tests.research.training.small import draw_colours, meta_recipe
@@ -200,6 +201,6 @@ def test_a_trained_method_is_no_simple_cnaps_and_nobody_asks_which_it_is() -> No
 
 def test_a_trained_method_has_no_other_head() -> None:
     model = make("protonet")
-    assert model.head_named("protonet") is model.head
+    assert head_of(model, Variant(False, "protonet")) is model.head
     with pytest.raises(ValueError, match="trained with the method 'protonet', not with 'cosine'"):
-        model.head_named("cosine")
+        head_of(model, Variant(False, "cosine"))

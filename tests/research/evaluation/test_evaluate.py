@@ -216,9 +216,9 @@ def test_variants_are_what_their_names_say(model):
 
 
 def test_variants_that_a_model_does_not_have_are_refused(model):
-    with pytest.raises(ValueError, match="no trained linear head, its head is 'mahalanobis'"):
+    with pytest.raises(ValueError, match="no trained linear head"):
         variants_of(model, ["linear"])
-    with pytest.raises(ValueError, match="there is no head 'nearest'"):
+    with pytest.raises(ValueError, match=r"head must be one of .*, got 'nearest'"):
         variants_of(model, ["nearest"])
     with pytest.raises(ValueError, match="no projection to leave out"):
         variants_of(model, projection=False)
