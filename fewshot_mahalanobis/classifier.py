@@ -369,7 +369,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             return f"image {index - earlier}" if batches is None else batches.name(index - earlier)
 
         fitted_head = self._fit_head(before.head, support, labels, names, copies, name, before)
-        paths = (fitted.names or [None] * earlier) + ([None] * n if batches is None else batches.names())
+        paths = None if batches is None else batches.names()
+        if paths is not None or fitted.names is not None:
+            paths = [*(fitted.names or [None] * earlier), *(paths or [None] * n)]
         task = AdaptedTask(network, fitted_head, unadapted)
         self._fitted = fitted._replace(task=task, allowed=allowed, pictures=pictures, names=paths)
         return self

@@ -60,7 +60,8 @@ def gaussian_task(shape: tuple[int, int, int] = (3, 8, 2), seed: int = 0) -> tup
 
 def colour_of(axis: Any) -> str:
     """Name of the colour of the image that an axes shows."""
-    mean = 255 * np.asarray(axis.images[0].get_array()).mean((0, 1))
+    shown = np.asarray(axis.images[0].get_array())
+    mean = shown.mean((0, 1)) * (1 if shown.dtype == np.uint8 else 255)
     return min(COLOURS, key=lambda name: np.abs(mean - COLOURS[name]).sum())
 
 

@@ -250,10 +250,11 @@ class ImageBatches:
         """Name of an image in a message: its path if it has one, else its type."""
         return describe(item_of(self._images, index, Lock()))
 
-    def names(self) -> list[str | None]:
-        """Path of each image that is a file by name; None for others."""
-        images = self._images if isinstance(self._images, list | tuple) else [None] * self.n_images
-        return [os.fsdecode(item) if isinstance(item, str | os.PathLike) else None for item in images]
+    def names(self) -> list[str | None] | None:
+        """Path of each image that is a file by name, None for others; None if there is no path."""
+        images = self._images if isinstance(self._images, list | tuple) else []
+        paths = [os.fsdecode(item) if isinstance(item, str | os.PathLike) else None for item in images]
+        return paths if any(paths) else None
 
     def several_times(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """Batches to iterate over several times: up to four are decoded once and kept in ``dtype``, more each time."""
