@@ -11,6 +11,7 @@ from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.set_encoder import in_batches
+from fewshot_mahalanobis.networks.threads import map_in_threads
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 #: Pixels at a time: larger CPU batches make every layer allocate fresh, zeroed pages.
@@ -75,11 +76,16 @@ class AdaptedNetwork:
         """Features (n, d) before the projection of the "+P" variant."""
         if len(images) == 0:
             return torch.empty(0, self.out_features, dtype=torch.float32, device=self.device)
-        if self.device.type == "cpu":
-            batch_size = min(batch_size, max(1, MAX_CPU_PIXELS // images[0, 0].numel()))
-        batches = images.split(batch_size)
+        if self.device.type != "cpu":
+            return torch.cat([self._extracted(batch) for batch in images.split(batch_size)])
+        of_each_thread = -(-len(images) // torch.get_num_threads())
+        largest = max(1, MAX_CPU_PIXELS // images[0, 0].numel())
+        return torch.cat(map_in_threads(self._extracted, images.split(min(batch_size, largest, of_each_thread))))
+
+    def _extracted(self, images: Tensor) -> Tensor:
         with self._own_precision():
-            return torch.cat([self.extractor(channels_last(batch.to(self.device, self.dtype))) for batch in batches])
+            features: Tensor = self.extractor(channels_last(images.to(self.device, self.dtype)))
+        return features
 
     def _own_precision(self) -> torch.autocast:
         """Leave the caller's autocast: a network that needs its own enters it."""
