@@ -54,7 +54,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     insert(heads, r"(?<=\W)LinearHead\)\n\}", "ChebyshevHead, ")
     (term,) = re.findall(r"`(Similarity\(.*\),)`", PAGE.read_text(encoding="utf-8"))
-    insert(unknown, r"(?<=\nSIMILARITIES = \[)\n|(?<=\nSIMILARITIES = \()\n", f"\n    {term}")
+    insert(unknown, r"(?<=\nSIMILARITIES = \()\n", f"\n    {term}")
     run(root, "ruff", "format", *CHANGED)
     return root
 

@@ -115,11 +115,11 @@ def _cube_roots(features: Features) -> Tensor:
 
 
 #: The terms of the outlier score beside the head's own. The last weight was chosen on validation classes.
-SIMILARITIES = [
+SIMILARITIES = (
     Similarity(CosineHead(), lambda features: features.adapted, 1.0),
     Similarity(CentredCosineHead(), lambda features: features.adapted, 1.0),
     Similarity(CosineHead(), _cube_roots, 2.0),
-]
+)
 
 
 class OutlierScore:
