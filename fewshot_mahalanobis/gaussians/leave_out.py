@@ -1,71 +1,183 @@
-"""Exact leave-one-out distances of a support set, by downdating instead of refitting.
+"""Exact leave-one-out of a support set, by downdating instead of refitting.
 
-How far would each support example lie from every class, had it not been in the support set? With the others alone
+How far would each support example lie from every class, had it not been in the support set? Examples of one group, such
+as copies of a picture, are left out together; an example without copies is a group of one. With the others alone
 
     Q_j = lambda_j Sigma_j + (1 - lambda_j) S + beta I        (Bateni et al., CVPR 2020, equation 3)
 
-changes by at most a factor and two vectors. With x_i centred at the task mean and v_i = x_i - mu_k for its class k,
-
-    (n - 2)     Sigma   without i = (n - 1)   Sigma   - n / (n - 1)     x_i x_i^T
-    (n_k - 2)   Sigma_k without i = (n_k - 1) Sigma_k - n_k / (n_k - 1) v_i v_i^T,   lambda_k of n_k - 1 examples
-    (n - k - 1) W       without i = (n - k)   W       - n_k / (n_k - 1) v_i v_i^T
-
-where S is Sigma, the task covariance, or W, the covariance pooled within k classes. (An example alone in its class
-leaves W as it is.) So Q_j without i is B_j - U_i U_i^T, where B_j is the same for every i and factored once. U_i holds
-S's vector, and for i's own class v_i too. The Woodbury identity gives every distance from inner products under B_j^-1:
-
-    delta^T (B - U U^T)^-1 delta = delta^T B^-1 delta + t^T (I - U^T B^-1 U)^-1 t,    t = U^T B^-1 delta
-
-The cost is about two fits and one prediction of the support set; n refits cost n fits.
-
-Examples of one group G, such as copies of a picture, are left out together. With X and V the x_i and v_i of its g
-members as rows, of which g_k are of class k, and J = 1 1^T,
+changes by a factor and few vectors. Let X and V hold the x_i, centred at the task mean, and the v_i = x_i - mu_k, k the
+class of i, of the g members of a group G as rows. g_k of them are of class k, and J = 1 1^T. Then
 
     (n - g - 1)            Sigma   without G = (n - 1)   Sigma   - X^T A X,          A^-1 = I - J / n
     (n_k - g_k - 1)        Sigma_k without G = (n_k - 1) Sigma_k - V_k^T A_k V_k,    A_k^-1 = I - J / n_k
     (n - g - (k - gone))   W       without G = (n - k)   W       - sum_k V_k^T A_k V_k
 
-where ``gone`` counts the classes of which nothing stays; those have A_k = I. Again Q_j without G is B_j - U^T A U, B_j
-the same for all groups of one size, and
+where S is Sigma, the task covariance, or W, the covariance pooled within k classes, and ``gone`` of the classes have no
+example left; those have A_k = I. So Q_j without G is B_j - U^T A U, where B_j is the same for all groups of one size
+and factored once. U holds S's vectors, and for the classes of G their v_i too. The Woodbury identity gives every
+distance from inner products under B_j^-1:
 
-    delta^T (B - U^T A U)^-1 delta = delta^T B^-1 delta + t^T (A^-1 - U B^-1 U^T)^-1 t,    t = U B^-1 delta.
+    delta^T (B - U^T A U)^-1 delta = delta^T B^-1 delta + t^T (A^-1 - U B^-1 U^T)^-1 t,    t = U B^-1 delta
+
+The cost is about two fits and one prediction of the support set; n refits cost n fits.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.covariance import (
     ClassBatch,
     CovarianceSettings,
     class_batch,
     class_batches,
-    shared_covariance,
 )
 from fewshot_mahalanobis.gaussians.low_rank import (
     MAX_CHUNK_NUMBERS,
     MIN_ROUNDINGS,
-    Metric,
     SharedCovariance,
     roots_of_scatter,
 )
 from fewshot_mahalanobis.gaussians.support import (
     check_support,
+    class_means,
     deviations,
     full_precision,
     groups_by_size,
     joined_groups,
     left_out_weights,
-    members_by_shots,
     result_dtype,
+    rows_of_classes,
     working_dtype,
 )
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
+
+# ---------------------------------------------------------------- groups
+
+
+@dataclass(frozen=True, eq=False)
+class LeftOut:
+    """G groups of g examples, each of which is left out in turn, and with each as many whole classes."""
+
+    rows: Tensor  # (G, g), the examples
+    labels: Tensor  # (G, g), their classes
+    shots: Tensor  # n_k (G, g), examples of their classes
+    remaining: Tensor  # n_k - g_k (G, g), those that are not in the group
+    gone: int  # classes of which nothing remains
+
+    def split(self, numbers: int) -> Iterator[LeftOut]:
+        """Yield parts of them, so few that ``numbers`` for each member fit into a chunk."""
+        size = max(1, MAX_CHUNK_NUMBERS // (self.rows.shape[1] * numbers))
+        for start in range(0, len(self.rows), size):
+            yield self.select(slice(start, start + size))
+
+    def select(self, groups: Tensor | slice) -> LeftOut:
+        """Choose some groups, by a mask (G,) or a slice."""
+        tensors = (self.rows, self.labels, self.shots, self.remaining)
+        rows, labels, shots, remaining = (tensor[groups] for tensor in tensors)
+        return LeftOut(rows, labels, shots, remaining, self.gone)
+
+    def inverse_weights(self) -> Tensor:
+        """A^-1 (G, g, g) of the covariance pooled within classes: I - J / n_k in each class that remains."""
+        dtype, same = working_dtype(self.labels), _same(self.labels)
+        identity = torch.eye(same.shape[1], dtype=dtype, device=same.device)
+        return identity - (same & (self.remaining > 0)[:, None]) / self.shots[:, None].to(dtype)
+
+
+def left_out_groups(labels: Tensor, counts: Tensor, groups: Tensor | None) -> list[LeftOut]:
+    """Every group of a support set, by its size and by how many classes go with it.
+
+    Parameters
+    ----------
+    labels : int64 Tensor of shape (n,)
+    counts : int64 Tensor of shape (k,)
+        Examples of each class.
+    groups : int64 Tensor of shape (n,) or None
+        None where every example is a group of its own.
+    """
+    alone = [torch.arange(len(labels), device=labels.device)[:, None]]
+    found = []
+    for rows in alone if groups is None else groups_by_size(groups):
+        taken, shots = _same(labels[rows]).sum(dim=2), counts[labels[rows]]  # g_k and n_k
+        gone = ((taken == shots) / taken).sum(dim=1).round().long()
+        whole = LeftOut(rows, labels[rows], shots, shots - taken, 0)
+        found += [replace(whole.select(gone == number), gone=number) for number in gone.unique().tolist()]
+    return found
+
+
+def _same(labels: Tensor) -> Tensor:
+    """Whether two members of a group (G, g) are of one class, (G, g, g)."""
+    return labels[:, :, None] == labels[:, None]
+
+
+def removal_solve(rest: Tensor, products: Tensor) -> Tensor:
+    """L^-1 ``products`` (..., g, m) for L L^T = ``rest`` (..., g, g), which is A^-1 - U B^-1 U^T.
+
+    ValueError where the members of a group outweigh the other examples so far that ``rest`` is mostly rounding.
+    """
+    if rest.shape[-1] == 1:
+        return products / _significant(rest).sqrt()
+    lower, _ = torch.linalg.cholesky_ex(rest)
+    _significant(lower.diagonal(dim1=-2, dim2=-1).square())
+    return torch.linalg.solve_triangular(lower, products, upper=False)
+
+
+def _significant(share: Tensor) -> Tensor:
+    """Return ``share``; raise if rounding error dominates it."""
+    if not (share > MIN_ROUNDINGS * torch.finfo(share.dtype).eps).all():
+        raise ValueError(
+            "a support example outweighs the others so far that its removal is lost to rounding: "
+            "scale the features down or raise beta"
+        )
+    return share
+
+
+# ---------------------------------------------------------------- class means
+
+
+class MeansWithout(NamedTuple):
+    """Class means without each example and its group: one for each example and class of its group."""
+
+    rows: Tensor  # (p,) examples
+    classes: Tensor  # (p,)
+    means: Tensor  # (p, d), of the examples that remain in the class; of any value where none do
+    remain: Tensor  # bool (p,), whether any do
+
+    @classmethod
+    def of(cls, features: Tensor, labels: Tensor, groups: Tensor | None) -> MeansWithout:
+        """Means of features (n, d) and labels (n,) without each example and its group (n,)."""
+        means, counts = class_means(features, labels), labels.bincount()
+        groups = torch.arange(len(labels), device=labels.device) if groups is None else groups
+        parts, index, sizes = torch.stack([groups, labels]).unique(dim=1, return_inverse=True, return_counts=True)
+        sums = features.new_zeros(len(sizes), features.shape[1]).index_add(0, index, features)
+        remaining = counts[parts[1]] - sizes
+        without = (counts[parts[1], None] * means[parts[1]] - sums) / remaining.clamp(min=1)[:, None]
+        # The parts are sorted by group: each example takes those of its group, one after the other.
+        _, group, of_group = parts[0].unique_consecutive(return_inverse=True, return_counts=True)
+        numbers, first = of_group[group[index]], (of_group.cumsum(0) - of_group)[group[index]]
+        rows = torch.arange(len(labels), device=labels.device).repeat_interleave(numbers)
+        pairs = torch.arange(len(rows), device=rows.device) - (numbers.cumsum(0) - numbers - first)[rows]
+        return cls(rows, parts[1][pairs], without[pairs], remaining[pairs] > 0)
+
+    def centres(self, means: Tensor, examples: int) -> Tensor:
+        """Mean (n, d) over the classes that remain of their means, which are ``means`` (k, d) where none moves."""
+        moved = self.means.where(self.remain[:, None], 0.0) - means[self.classes]
+        sums = means.sum(dim=0).repeat(examples, 1).index_add(0, self.rows, moved)
+        gone = torch.bincount(self.rows[~self.remain], minlength=examples)
+        return sums / (len(means) - gone).clamp(min=1)[:, None]
+
+    def put(self, logits: Tensor, moved: Tensor) -> Tensor:
+        """``logits`` (n, k) with ``moved`` (p,) for the means that move, minus infinity where nothing remains."""
+        return logits.index_put((self.rows, self.classes), torch.where(self.remain, moved, -torch.inf))
+
+
+# ---------------------------------------------------------------- Mahalanobis distances
 
 
 def leave_one_out_distance(
@@ -102,43 +214,136 @@ def leave_one_out_distance(
         x = features.to(working_dtype(features))
         centre = x.mean(dim=0)
         x = x - centre
-        if (groups := joined_groups(groups)) is not None:
-            return _without_groups(x, labels, counts, groups, centre, settings).to(result_dtype(features))
-        left = _shared_without_one(x, labels, counts, settings)
+        batches = class_batches(x, labels, counts, centre, settings)
         distances = x.new_full((len(x), len(counts)), torch.inf)
-        for group in class_batches(x, labels, counts, centre, settings):
-            metric = group.metric(left.shared, settings.ridge)
-            column = _of_other_classes(metric, x, left.vectors, (1 - group.class_weight) * left.removed)
-            if settings.shared == "within" and not settings.without_shared and (counts == 1).any():
-                # An example that is alone in its class leaves nothing behind: the other classes are as they were.
-                whole = shared_covariance(x, labels, counts, settings)
-                alone = (counts[labels] == 1).nonzero()[:, 0]
-                unchanged = group.metric(whole, settings.ridge).squared_distance(x[alone])
-                column = column.index_copy(0, alone, unchanged)
-            distances = distances.index_copy(1, group.classes, column)
-        for classes, rows in members_by_shots(labels, counts):
-            own = _of_own_classes(
-                x[rows], left.vectors[rows], left.removed[rows], left.shared, classes, centre, settings
-            )
-            distances = distances.index_put((rows.flatten(), classes.repeat_interleave(rows.shape[1])), own.flatten())
+        for left in left_out_groups(labels, counts, joined_groups(groups)):
+            without = _Without(left, x, labels, counts, centre, settings)
+            for batch in batches:
+                distances[left.rows.flatten()[:, None], batch.classes] = without.to_other_classes(batch)
+            for members, classes, own in without.to_own_classes():
+                distances[members, classes[:, None]] = own
         return distances.to(result_dtype(features))
 
 
-@dataclass(frozen=True, eq=False)
-class _Left:
-    """S without example i is ``shared`` less ``removed[i]`` times the outer square of ``vectors[i]``."""
+class _Without:
+    """Distances to the Gaussians without each of G groups.
 
-    shared: SharedCovariance
-    vectors: Tensor  # (n, d)
-    removed: Tensor  # (n,)
+    S without a group is ``shared`` less ``shared.scale`` V^T A V, V the ``vectors`` of its members.
+    """
+
+    def __init__(
+        self,
+        left: LeftOut,
+        x: Tensor,
+        labels: Tensor,
+        counts: Tensor,
+        centre: Tensor,
+        settings: CovarianceSettings,
+    ) -> None:
+        self.left, self.x, self.labels, self.counts = left, x, labels, counts
+        self.centre, self.settings = centre, settings
+        n, size = len(x), left.rows.shape[1]
+        if settings.shared == "task":
+            self.vectors, divisor = x, n - size - 1
+            identity = torch.eye(size, dtype=x.dtype, device=x.device)
+            self.inverse_weights = (identity - 1 / n).expand(len(left.rows), -1, -1)
+        else:
+            self.vectors, divisor = deviations(x, labels, counts), n - size - (len(counts) - left.gone)
+            self.inverse_weights = left.inverse_weights()
+        empty = settings.without_shared or divisor < 1  # nothing remains of S
+        self.shared = SharedCovariance(x[:0], 0.0) if empty else SharedCovariance(self.vectors, 1.0 / divisor)
+
+    def to_other_classes(self, batch: ClassBatch) -> Tensor:
+        """Distances (G g, k') of the members to a batch of classes of which the groups hold no example."""
+        metric, removed = batch.metric(self.shared, self.settings.ridge), self._removed(batch)
+        size, columns = self.left.rows.shape[1], []
+        step = max(1, MAX_CHUNK_NUMBERS // (size * (metric.numbers_per_query() + size * len(metric.means))))
+        for rows, inverse_weights in zip(self.left.rows.split(step), self.inverse_weights.split(step), strict=True):
+            distance = metric.squared_distance(self.x[rows.flatten()])
+            if removed:
+                gram, cross = metric.inner_products(self.vectors[rows], self.x[rows])
+                t = removal_solve(inverse_weights[:, None] - removed * gram, math.sqrt(removed) * cross)
+                distance = distance + t.square().sum(dim=2).transpose(1, 2).flatten(0, 1)
+            columns.append(distance)
+        return torch.cat(columns)
+
+    def to_own_classes(self) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
+        """Yield rows (P, g) of groups, classes (P,) of which they hold examples, and distances (P, g) to these."""
+        left = self.left
+        again = _same(left.labels).tril(-1).any(dim=2)  # a member that is not the first of its class
+        group, member = (~again).nonzero().T
+        classes = left.labels[group, member]
+        sizes = torch.stack([left.shots[group, member], left.remaining[group, member]], dim=1)
+        for shots, remaining in sizes.unique(dim=0).tolist():
+            pairs = (sizes == sizes.new_tensor([shots, remaining])).all(dim=1)
+            rows, own = left.rows[group[pairs]], classes[pairs]
+            if remaining == 0:
+                yield rows, own, torch.inf
+            elif remaining == 1:
+                yield rows, own, self._to_classes_of_one(group[pairs], own, shots)
+            else:
+                yield rows, own, self._to_classes_of_more(group[pairs], own, shots, remaining)
+
+    def _to_classes_of_one(self, group: Tensor, classes: Tensor, shots: int) -> Tensor:
+        """Distances (P, g) of groups (P,) to classes (P,) of which one of ``shots`` examples remains."""
+        rows, members = self.left.rows[group], rows_of_classes(self.labels, self.counts, classes, shots)
+        remaining = members[~(members[:, :, None] == rows[:, None]).any(dim=2)]
+        batch = class_batch(self.x[remaining][:, None], classes, self.centre, self.settings)
+        metric = batch.metric(self.shared, self.settings.ridge)
+        delta = metric.coordinates(self.x[rows]) - metric.mean_coordinates()
+        u = math.sqrt(self._removed(batch)) * metric.coordinates(self.vectors[rows])
+        return _downdated(delta, u, self.inverse_weights[group])
+
+    def _to_classes_of_more(self, group: Tensor, classes: Tensor, shots: int, remaining: int) -> Tensor:
+        """Distances (P, g) of groups (P,) to classes (P,) of which several of ``shots`` examples remain."""
+        classes, place, numbers = classes.unique(return_inverse=True, return_counts=True)
+        # A table (k', w) of the pairs of each class, in which its first fills what is empty.
+        order, starts = place.argsort(stable=True), numbers.cumsum(0) - numbers
+        slots = torch.arange(len(group), device=group.device) - starts.repeat_interleave(numbers)
+        table = order[starts, None].repeat(1, int(numbers.max()))
+        table[place[order], slots] = order
+        group = group[table]  # (k', w)
+
+        members = self.x[rows_of_classes(self.labels, self.counts, classes, shots)]  # (k', n_k, d)
+        weight = self.settings.class_weight(float(remaining))
+        roots = roots_of_scatter(members, remaining - 1) if weight else members[:, :0]
+        batch = ClassBatch(classes, members.mean(dim=1), roots, weight)
+        metric = batch.metric(self.shared, self.settings.ridge)
+        rows = self.left.rows[group]  # (k', w, g)
+        v, vectors = (
+            metric.coordinates(z[rows].flatten(1, 2)).unflatten(1, rows.shape[1:]) for z in (self.x, self.vectors)
+        )
+        v = v - metric.mean_coordinates()[:, None]
+        of_own = (self.left.labels[group] == classes[:, None, None]).to(v)
+        own_v = of_own[..., None] * v
+        delta = v + own_v.sum(dim=2, keepdim=True) / remaining  # x less the mean of those that remain
+        u = [math.sqrt(weight / (remaining - 1)) * own_v, math.sqrt(self._removed(batch)) * vectors]
+        g = rows.shape[2]
+        inverse_weights = v.new_zeros(*rows.shape[:2], 2 * g, 2 * g)
+        identity = torch.eye(g, dtype=v.dtype, device=v.device)
+        inverse_weights[..., :g, :g] = identity - of_own[..., None] * of_own[..., None, :] / shots
+        inverse_weights[..., g:, g:] = self.inverse_weights[group]
+        found = _downdated(delta, torch.cat(u, dim=2), inverse_weights)
+        return found[place[order], slots][order.argsort()]
+
+    def _removed(self, batch: ClassBatch) -> float:
+        """Factor of V^T A V in what is taken off the covariances of a batch."""
+        return (1 - batch.class_weight) * self.shared.scale
+
+
+def _downdated(delta: Tensor, u: Tensor, inverse_weights: Tensor) -> Tensor:
+    """Squared lengths (..., g) of ``delta`` (..., g, p) under I - U^T A U, U (..., r, p) and A^-1 (..., r, r)."""
+    t = removal_solve(inverse_weights - u @ u.mT, u @ delta.mT)
+    return delta.square().sum(dim=-1) + t.square().sum(dim=-2)
 
 
 def squared_distance_to_others(features: Tensor, groups: Tensor | None = None) -> Tensor:
     """Squared distance (n,) of each example to the affine span of the others, of other groups.
 
     For affinely independent points it is 1 / (K^+)_ii, with K the Gram matrix of the centred points: the height of a
-    simplex is one over the length of the gradient of its barycentric coordinate. A point of the others' span is at 0.
-    Of each group one example stands for all.
+    simplex is one over the length of the gradient of its barycentric coordinate.
+    A point of the others' span is at 0.
+    One example of each group stands for all.
     """
     x = features.detach().to(working_dtype(features))
     index = torch.arange(len(x), device=x.device)
@@ -157,273 +362,51 @@ def squared_distance_to_others(features: Tensor, groups: Tensor | None = None) -
     return heights[index]
 
 
-def _shared_without_one(x: Tensor, labels: Tensor, counts: Tensor, settings: CovarianceSettings) -> _Left:
-    n, k = len(x), len(counts)
-    if settings.shared == "task":
-        vectors, freedom = x, n - 2
-        examples = torch.full((n,), float(n), dtype=x.dtype, device=x.device)
-    else:
-        vectors, freedom = deviations(x, labels, counts), n - k - 1
-        examples = counts[labels].to(x.dtype)
-    if settings.without_shared or freedom < 1:  # nothing is left of S
-        return _Left(SharedCovariance(x[:0], 0.0), vectors, torch.zeros_like(examples))
-    removed = torch.where(examples > 1, examples / (examples - 1).clamp(min=1) / freedom, 0.0)
-    return _Left(SharedCovariance(vectors, 1.0 / freedom), vectors, removed)
+# ---------------------------------------------------------------- choosing settings
 
 
-def _of_other_classes(metric: Metric, x: Tensor, vectors: Tensor, removed: Tensor) -> Tensor:
-    """Distances (n, k') of each x_i to the means of ``metric``, under B_j less ``removed[i]`` u_i u_i^T."""
-    columns = []
-    size = max(1, MAX_CHUNK_NUMBERS // metric.numbers_per_query())
-    for chunk, u, share in zip(x.split(size), vectors.split(size), removed.split(size), strict=True):
-        distance = metric.squared_distance(chunk)
-        if share.any():
-            length, along = metric.inner_products(u, chunk)
-            distance = distance + share[:, None] * along.square() / _kept(1.0 - share[:, None] * length)
-        columns.append(distance)
-    return torch.cat(columns)
+@dataclass(frozen=True)
+class NormalPrior:
+    """Candidates for a setting, with a normal prior. Losses are minus the log-likelihoods of left-out examples.
 
-
-def _of_own_classes(
-    members: Tensor,
-    vectors: Tensor,
-    removed: Tensor,
-    shared: SharedCovariance,
-    classes: Tensor,
-    centre: Tensor,
-    settings: CovarianceSettings,
-) -> Tensor:
-    """Distances (k', n_k), or as many in another shape, of ``members`` (k', n_k, d) to their classes without them.
-
-    ``vectors`` and ``removed`` are those of ``_Left``, for each member.
+    Few examples say little about a setting, and the best of many candidates on so few is the luckiest. With many
+    examples the prior hardly counts. Priors were chosen on validation classes.
     """
-    shots = members.shape[1]
-    if shots == 1:
-        return members.new_full((len(members), 1), torch.inf)
-    if shots == 2:  # each of a pair against the other, a class of one
-        group = class_batch(members.flip(1).flatten(0, 1)[:, None], classes, centre, settings)
-        members, vectors, removed = (tensor.flatten(0, 1)[:, None] for tensor in (members, vectors, removed))
-        own_removed = 0.0
-    else:
-        weight = settings.class_weight(shots - 1.0)
-        roots = roots_of_scatter(members, shots - 2) if weight else members[:, :0]
-        group = ClassBatch(classes, members.mean(dim=1), roots, weight)
-        own_removed = weight * shots / ((shots - 1) * (shots - 2))
-    metric = group.metric(shared, settings.ridge)
-    return _of_own_class(metric, members, vectors, (1 - group.class_weight) * removed, own_removed)
+
+    candidates: tuple[float, ...]
+    centre: float
+    spread: float
+
+    def mode(self, losses: Sequence[float]) -> float:
+        """Return the most probable candidate by the loss of each."""
+        return self.candidates[int(self._log_posterior(losses).argmax())]
+
+    def mean(self, losses: Sequence[float]) -> float:
+        """Return the mean of the candidates under the posterior by the loss of each."""
+        return float(self._log_posterior(losses).softmax(dim=0) @ self._tensor(self.candidates))
+
+    def _log_posterior(self, losses: Sequence[float]) -> Tensor:
+        deviations = (self._tensor(self.candidates) - self.centre) / self.spread
+        return -self._tensor(losses) - deviations.square() / 2
+
+    @staticmethod
+    def _tensor(numbers: Sequence[float]) -> Tensor:
+        """Float64 on the CPU, whatever type and device are PyTorch's defaults."""
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
-def _of_own_class(metric: Metric, members: Tensor, vectors: Tensor, removed: Tensor, own_removed: float) -> Tensor:
-    """Distances (k', n') of each of ``members`` (k', n', d) to its own class, fitted without it.
-
-    The class's matrix is B - ``removed`` u u^T - ``own_removed`` v v^T with u of ``vectors`` and v = x - mean. Where
-    n' is 1 the metric's means are without the example already.
-    """
-    x = metric.coordinates(members)  # in which B is the identity
-    v = x - metric.mean_coordinates()
-    shots = members.shape[1]
-    delta = v * (shots / (shots - 1)) if shots > 1 else v  # x less the mean of the others
-    vectors = metric.coordinates(vectors)
-    u = torch.stack([removed.sqrt()[..., None] * vectors, math.sqrt(own_removed) * v], dim=2)  # U^T: (k', n', 2, p)
-    rest = torch.eye(2, dtype=x.dtype, device=x.device) - u @ u.mT
-    lower, _ = torch.linalg.cholesky_ex(rest)
-    _kept(lower.diagonal(dim1=-2, dim2=-1).square())
-    t = torch.linalg.solve_triangular(lower, u @ delta[..., None], upper=False)[..., 0]
-    return delta.square().sum(dim=-1) + t.square().sum(dim=-1)
-
-
-def _kept(share: Tensor) -> Tensor:
-    """``share`` of a vector's weight that is left when it is removed, refused where it is mostly rounding."""
-    if not (share > MIN_ROUNDINGS * torch.finfo(share.dtype).eps).all():
-        raise ValueError(
-            "a support example outweighs the others so far that its removal is lost to rounding: "
-            "scale the features down or raise beta"
-        )
-    return share
-
-
-# ---------------------------------------------------------------- groups
-
-
-@dataclass(frozen=True, eq=False)
-class _LeftGroups:
-    """S without one of G groups is ``shared`` less ``shared.scale`` V^T A V, V the ``vectors`` of its members."""
-
-    rows: Tensor  # (G, g), the members
-    labels: Tensor  # (G, g), their classes
-    shared: SharedCovariance
-    vectors: Tensor  # (n, d)
-    inverse_weights: Tensor  # A^-1 (G, g, g)
-
-
-def _without_groups(
-    x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor, centre: Tensor, settings: CovarianceSettings
-) -> Tensor:
-    """Distances (n, k) of centred examples to the classes without their groups."""
-    distances = x.new_full((len(x), len(counts)), torch.inf)
-    whole = class_batches(x, labels, counts, centre, settings)
-    for left in _left_groups(x, labels, counts, groups, settings):
-        rows = left.rows.flatten()
-        for group in whole:
-            metric = group.metric(left.shared, settings.ridge)
-            columns = _of_untouched_classes(metric, x, left, (1 - group.class_weight) * left.shared.scale)
-            distances = distances.index_put((rows[:, None], group.classes[None]), columns)
-        held = F.one_hot(left.labels, len(counts)).sum(dim=1)  # members in each class (G, k)
-        gone = (held == counts).repeat_interleave(left.rows.shape[1], dim=0)
-        distances = distances.index_copy(0, rows, distances[rows].masked_fill(gone, torch.inf))
-        touched = ((held > 0) & (held < counts)).nonzero()  # (group, class) of which something stays (P, 2)
-        sizes = torch.stack([counts[touched[:, 1]], held[touched[:, 0], touched[:, 1]]], dim=1)
-        for shots, lost in sizes.unique(dim=0).tolist():
-            pairs = touched[(sizes == sizes.new_tensor([shots, lost])).all(dim=1)]
-            if shots - lost == 1:
-                members = _members(labels, counts, pairs[:, 1], shots)  # (P, shots)
-                stays = ~(members[:, :, None] == left.rows[pairs[:, 0], None]).any(dim=2)
-                own = _of_classes_of_one(x, members[stays], pairs, left, centre, settings)
-            else:
-                classes, places = pairs[:, 1].unique(return_inverse=True)
-                members = x[_members(labels, counts, classes, shots)]
-                own = _of_touched_classes(x, members, classes, places, pairs[:, 0], shots - lost, left, settings)
-            distances = distances.index_put((left.rows[pairs[:, 0]], pairs[:, 1:]), own)
-    return distances
-
-
-def _left_groups(
-    x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor, settings: CovarianceSettings
-) -> list[_LeftGroups]:
-    """All groups; together those of one size without which S has the same divisor."""
-    n, k = len(x), len(counts)
-    of_task = settings.shared == "task"
-    vectors = x if of_task else deviations(x, labels, counts)
-    found = []
-    for rows in groups_by_size(groups):
-        within, shots = (torch.zeros_like(rows), counts.new_tensor([n])) if of_task else (labels[rows], counts)
-        gone = (F.one_hot(labels[rows], k).sum(dim=1) == counts).sum(dim=1)
-        freedom = n - rows.shape[1] - (torch.ones_like(gone) if of_task else k - gone)
-        for divisor in freedom.unique().tolist():
-            empty = settings.without_shared or divisor < 1  # nothing is left of S
-            shared = SharedCovariance(x[:0], 0.0) if empty else SharedCovariance(vectors, 1.0 / divisor)
-            chosen = freedom == divisor
-            inverse_weights = removal_weights(within[chosen], shots)
-            found.append(_LeftGroups(rows[chosen], labels[rows[chosen]], shared, vectors, inverse_weights))
-    return found
-
-
-def removal_weights(labels: Tensor, counts: Tensor) -> Tensor:
-    """A^-1 (G, g, g) of groups whose members have ``labels`` (G, g): I - J / n_k in each class that stays."""
-    dtype, same = working_dtype(labels), labels[:, :, None] == labels[:, None]
-    shots = counts[labels][:, None]
-    stays = same.sum(dim=1, keepdim=True) < shots
-    return torch.eye(labels.shape[1], dtype=dtype, device=labels.device) - (same & stays) / shots.to(dtype)
-
-
-def _members(labels: Tensor, counts: Tensor, classes: Tensor, shots: int) -> Tensor:
-    """Rows (P, shots) of the examples of ``classes`` (P,), which have so many."""
-    order, starts = labels.argsort(stable=True), counts.cumsum(0) - counts
-    return order[starts[classes, None] + torch.arange(shots, device=labels.device)]
-
-
-def _of_untouched_classes(metric: Metric, x: Tensor, left: _LeftGroups, removed: float) -> Tensor:
-    """Distances (G g, k') of the members to the means of ``metric``, under B_j less ``removed`` V^T A V."""
-    columns = []
-    size = left.rows.shape[1]
-    step = max(1, MAX_CHUNK_NUMBERS // (size * (metric.numbers_per_query() + size * len(metric.means))))
-    for rows, inverse_weights in zip(left.rows.split(step), left.inverse_weights.split(step), strict=True):
-        distance = metric.squared_distance(x[rows.flatten()])
-        if removed:
-            gram, cross = metric.group_products(left.vectors[rows], x[rows])
-            t = _solve(inverse_weights - removed * gram, math.sqrt(removed) * cross)
-            distance = distance + t.square().sum(dim=2).flatten(1).T
-        columns.append(distance)
-    return torch.cat(columns)
-
-
-def _of_classes_of_one(
-    x: Tensor, rest: Tensor, pairs: Tensor, left: _LeftGroups, centre: Tensor, settings: CovarianceSettings
-) -> Tensor:
-    """Distances (P, g) of the members of P groups to classes of which one example stays, in row ``rest`` (P,)."""
-    rows = left.rows[pairs[:, 0]]
-    group = class_batch(x[rest][:, None], pairs[:, 1], centre, settings)
-    metric = group.metric(left.shared, settings.ridge)
-    delta = metric.coordinates(x[rows]) - metric.mean_coordinates()
-    u = math.sqrt((1 - group.class_weight) * left.shared.scale) * metric.coordinates(left.vectors[rows])
-    return _downdated(delta, u, left.inverse_weights[pairs[:, 0]])
-
-
-def _of_touched_classes(
-    x: Tensor,
-    of_class: Tensor,
-    classes: Tensor,
-    places: Tensor,
-    groups: Tensor,
-    shots: int,
-    left: _LeftGroups,
-    settings: CovarianceSettings,
-) -> Tensor:
-    """Distances (P, g) of the members of ``groups`` (P,) to classes of which ``shots`` > 1 examples stay.
-
-    The classes are given by their places (P,) in ``classes`` (k',), whose examples are ``of_class`` (k', n_k, d).
-    """
-    # A table (k', w) of the pairs of each class, in which its first fills what is empty.
-    numbers = places.bincount()
-    order, starts = places.argsort(stable=True), numbers.cumsum(0) - numbers
-    slots = torch.arange(len(groups), device=x.device) - starts.repeat_interleave(numbers)
-    table = order[starts, None].repeat(1, int(numbers.max()))
-    table[places[order], slots] = order
-    lost = groups[table]  # (k', w)
-
-    weight = settings.class_weight(float(shots))
-    roots = roots_of_scatter(of_class, shots - 1) if weight else of_class[:, :0]
-    group = ClassBatch(classes, of_class.mean(dim=1), roots, weight)
-    metric = group.metric(left.shared, settings.ridge)
-    rows = left.rows[lost]  # (k', w, g)
-    v, vectors = (metric.coordinates(z[rows].flatten(1, 2)).unflatten(1, rows.shape[1:]) for z in (x, left.vectors))
-    own = (left.labels[lost] == classes[:, None, None]).to(x)
-    v = v - metric.mean_coordinates()[:, None]
-    of_own = own[..., None] * v
-    delta = v + of_own.sum(dim=2, keepdim=True) / shots  # x less the mean of those that stay
-    u = [math.sqrt(weight / (shots - 1)) * of_own, math.sqrt((1 - group.class_weight) * left.shared.scale) * vectors]
-    g = rows.shape[2]
-    inverse_weights = x.new_zeros(*rows.shape[:2], 2 * g, 2 * g)
-    identity = torch.eye(g, dtype=x.dtype, device=x.device)
-    inverse_weights[..., :g, :g] = identity - own[..., None] * own[..., None, :] / of_class.shape[1]
-    inverse_weights[..., g:, g:] = left.inverse_weights[lost]
-    found = _downdated(delta, torch.cat(u, dim=2), inverse_weights)
-    return found[places[order], slots][order.argsort()]
-
-
-def _downdated(delta: Tensor, u: Tensor, inverse_weights: Tensor) -> Tensor:
-    """Squared lengths (..., g) of ``delta`` (..., g, p) under I - U^T A U, U (..., r, p) and A^-1 (..., r, r)."""
-    t = _solve(inverse_weights - u @ u.mT, u @ delta.mT)
-    return delta.square().sum(dim=-1) + t.square().sum(dim=-2)
-
-
-def _solve(rest: Tensor, cross: Tensor) -> Tensor:
-    """L^-1 ``cross`` for L L^T = ``rest``."""
-    lower, _ = torch.linalg.cholesky_ex(rest)
-    _kept(lower.diagonal(dim1=-2, dim2=-1).square())
-    return torch.linalg.solve_triangular(lower, cross, upper=False)
-
-
-# ---------------------------------------------------------------- beta
-
-#: Candidates for beta, in units of the features' mean variance, strongest first: 10^2 to 10^-2.5.
-BETA_GRID = tuple(10.0 ** (half / 2) for half in range(4, -6, -1))
-#: Prior: log10(beta / v) ~ Normal(CENTRE, SPREAD).
-_PRIOR_CENTRE, _PRIOR_SPREAD = 1.0, 0.5
+#: Prior of log10(beta / v), v the mean variance of a feature: strong regularisation first.
+BETA_PRIOR = NormalPrior(tuple(half / 2 for half in range(4, -6, -1)), 1.0, 0.5)
 
 
 def choose_beta(
     settings: CovarianceSettings, features: Tensor, labels: Tensor, groups: Tensor | None = None
 ) -> CovarianceSettings:
-    """Replace a beta of "auto" by the most probable one under leave-one-out and a prior.
+    """Replace a beta of "auto" by the most probable one under leave-one-out and :data:`BETA_PRIOR`.
 
-    Twenty-five examples say little about beta, and the best of many candidates on so few is the luckiest. So beta has a
-    log-normal prior: with v the mean variance of a feature over the support set, log10(beta / v) has mean 1 and
-    standard deviation 1/2, numbers chosen on validation classes. The beta returned minimises the sum of the left-out
-    examples' cross-entropies, each at its beta's best temperature, less the logarithm of the prior. With many examples
-    the prior hardly counts.
-
-    Targets of the cross-entropy are smoothed by Laplace's rule: with N examples the true class gets (N + 1) / (N + k).
+    The beta returned minimises the sum of the left-out examples' cross-entropies, each at its beta's best temperature,
+    less the logarithm of the prior. Targets of the cross-entropy are smoothed by Laplace's rule: with N examples the
+    true class gets (N + 1) / (N + k).
 
     Parameters
     ----------
@@ -438,8 +421,8 @@ def choose_beta(
     Returns
     -------
     CovarianceSettings
-        Beta is one of ``BETA_GRID`` times v. If no class has two groups nothing can be left out, and beta is v. If v
-        is zero beta does not matter, and is 1.
+        Beta is v times 10 to the power of a candidate, v the mean variance of a feature over the support set. If no
+        class has two groups nothing can be left out, and beta is v. If v is zero beta does not matter, and is 1.
 
     Raises
     ------
@@ -453,13 +436,15 @@ def choose_beta(
     variance = float(features.var(dim=0).mean()) if len(features) > 1 else 0.0
     groups = joined_groups(groups)
     weights = left_out_weights(labels, groups)
-    left_out = float(weights.sum())
-    if variance == 0.0 or left_out == 0.0:
+    examples = float(weights.sum())
+    if variance == 0.0 or examples == 0.0:
         return replace(settings, beta=variance or 1.0)
-    posterior: list[tuple[float, CovarianceSettings]] = []
-    for factor in BETA_GRID:
-        candidate = replace(settings, beta=factor * variance)
-        loss = temperature_fit(-leave_one_out_distance(candidate, features, labels, groups), labels, 1.0, weights).loss
-        deviation = (math.log10(factor) - _PRIOR_CENTRE) / _PRIOR_SPREAD
-        posterior.append((left_out * loss + 0.5 * deviation**2, candidate))
-    return min(posterior, key=lambda pair: pair[0])[1]
+
+    def at(exponent: float) -> CovarianceSettings:
+        return replace(settings, beta=10.0**exponent * variance)
+
+    def loss(exponent: float) -> float:
+        distance = leave_one_out_distance(at(exponent), features, labels, groups)
+        return examples * temperature_fit(-distance, labels, 1.0, weights).loss
+
+    return at(BETA_PRIOR.mode([loss(exponent) for exponent in BETA_PRIOR.candidates]))

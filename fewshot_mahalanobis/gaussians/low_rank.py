@@ -191,15 +191,13 @@ class CholeskyMetric:
         return torch.linalg.solve_triangular(self.cholesky, x.mT, upper=False).mT
 
     def inner_products(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """u_i^T Q_k^-1 u_i and u_i^T Q_k^-1 (x_i - mu_k), both (m, k')."""
-        at_u, at_x = self.coordinates(u[None]), self.coordinates(x - self.means[:, None])
-        return at_u.square().sum(dim=2).T, (at_u * at_x).sum(dim=2).T
+        """Inner products under Q_k^-1 within G groups of vectors u and x (G, g, d).
 
-    def group_products(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The same within G groups of vectors u (G, g, d) and x (G, h, d): (k', G, g, g) and (k', G, g, h)."""
-        at_u = self.coordinates(u.flatten(0, 1)[None]).unflatten(1, u.shape[:2])
-        at_x = self.coordinates(x.flatten(0, 1) - self.means[:, None]).unflatten(1, x.shape[:2])
-        return at_u @ at_u.mT, at_u @ at_x.mT
+        Returns those of u and u, and of u and x - mu_k, both (G, k', g, g).
+        """
+        size, at_u = u.shape[1], self.coordinates(u.flatten(0, 1)[None]).transpose(0, 1)
+        at_x = self.coordinates(x.flatten(0, 1) - self.means[:, None]).transpose(0, 1)
+        return _within_groups(at_u, at_u, size), _within_groups(at_u, at_x, size)
 
     def mean_coordinates(self) -> Tensor:
         """The means there, (k', 1, d)."""
@@ -247,27 +245,19 @@ class LowRankMetric:
         return torch.cat(self.ridge.parts(self.whitening(x)), dim=-1)
 
     def inner_products(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """u_i^T Q_k^-1 u_i and u_i^T Q_k^-1 (x_i - mu_k), both (m, k').
+        """Inner products under Q_k^-1 within G groups of vectors u and x (G, g, d).
 
-        As the distances: Q_k^-1 = T^T (I - G_k^T G_k) T, by products of matrices.
+        Returns those of u and u, and of u and x - mu_k, both (G, k', g, g). As the distances, they are products of
+        matrices: Q_k^-1 = T^T (I - G_k^T G_k) T.
         """
-        reduction = self.ridge.reduction
-        w_u, w_x = self.whitening(u), self.whitening(x)
+        size, reduction = u.shape[1], self.ridge.reduction
+        w_u, w_x = self.whitening(u.flatten(0, 1)), self.whitening(x.flatten(0, 1))
         along_u, along_x = ((w @ reduction.flatten(0, 1).T).unflatten(1, reduction.shape[:2]) for w in (w_u, w_x))
-        size = w_u.square().sum(dim=1)[:, None] - along_u.square().sum(dim=2)
-        cross = (w_u * w_x).sum(dim=1)[:, None] - w_u @ self.means.T
-        return size, cross - (along_u * (along_x - self.means_along)).sum(dim=2)
-
-    def group_products(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The same within G groups of vectors u (G, g, d) and x (G, h, d): (k', G, g, g) and (k', G, g, h)."""
-        reduction = self.ridge.reduction
-        w_u, w_x = (self.whitening(z.flatten(0, 1)).unflatten(0, z.shape[:2]) for z in (u, x))
-        along_u, along_x = (
-            (w @ reduction.flatten(0, 1).T).unflatten(2, reduction.shape[:2]).permute(2, 0, 1, 3) for w in (w_u, w_x)
-        )
-        gram = w_u @ w_u.mT - along_u @ along_u.mT
-        cross = w_u @ w_x.mT - (w_u @ self.means.T).permute(2, 0, 1)[..., None]
-        return gram, cross - along_u @ (along_x - self.means_along[:, None, None]).mT
+        w_u, w_x = w_u[:, None], w_x[:, None]
+        to_means = (w_u[:, 0] @ self.means.T).unflatten(0, (-1, size)).transpose(1, 2)[..., None]  # (G, k', g, 1)
+        gram = _within_groups(w_u, w_u, size) - _within_groups(along_u, along_u, size)
+        cross = _within_groups(w_u, w_x, size) - to_means
+        return gram, cross - _within_groups(along_u, along_x - self.means_along, size)
 
     def mean_coordinates(self) -> Tensor:
         """The means there, (k', 1, p + r)."""
@@ -280,6 +270,14 @@ class LowRankMetric:
             residual, b = self.ridge.parts(chunk - self.means[:, None])
             distances.append((residual.square().sum(dim=2) + b.square().sum(dim=2)).T)
         return torch.cat(distances)
+
+
+def _within_groups(u: Tensor, x: Tensor, size: int) -> Tensor:
+    """Inner products (G, k', g, g) of u and x (G g, k', p) within each ``size`` = g rows."""
+    if size == 1:
+        return (u * x).sum(dim=2)[..., None, None]
+    u, x = (z.unflatten(0, (-1, size)).transpose(1, 2) for z in (u, x))
+    return u @ x.mT
 
 
 Metric = CholeskyMetric | LowRankMetric

@@ -29,7 +29,7 @@ and the scale maximise the leave-one-out likelihood.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,35 +37,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, CovarianceSettings
-from fewshot_mahalanobis.gaussians.leave_out import removal_weights
-from fewshot_mahalanobis.gaussians.low_rank import MAX_CHUNK_NUMBERS
+from fewshot_mahalanobis.gaussians.leave_out import LeftOut, NormalPrior, left_out_groups, removal_solve
 from fewshot_mahalanobis.gaussians.support import (
     check_support,
     class_means,
     deviations,
     effective_counts,
-    examples_left,
-    groups_by_size,
     joined_groups,
     left_out_weights,
+    remaining_examples,
     result_dtype,
     working_dtype,
 )
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 
-#: Candidates for log10(beta / v), v the mean variance of a feature over the support set.
-_GRID = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
-#: Prior: log10(beta / v) ~ Normal(CENTRE, SPREAD). From validation classes; so are the two after it.
-_CENTRE, _SPREAD = 1.0, 0.35
-#: log10(beta / v), b and the scale where every class has one example.
+#: Prior of log10(beta / v), v the mean variance of a feature.
+_BETA_PRIOR = NormalPrior((-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0), 1.0, 0.35)
+#: log10(beta / v), b and the scale where every class has one example; from validation classes.
 _ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, _ONE_SHOT_SCALE = 1.5, 0.1, 14.0
-#: Candidates for f / t. Its prior is half a normal, and in its likelihood every class counts as so many examples, lest
-#: large classes decide alone; both from validation classes.
-_SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-_SHARE_SPREAD, _CLASS_EXAMPLES = 0.2, 5
+#: Prior of f / t, half a normal. In its likelihood every class counts as so many examples, lest large classes decide
+#: alone; from validation classes.
+_SHARE_PRIOR, _CLASS_EXAMPLES = NormalPrior((0.0, 0.2, 0.4, 0.6, 0.8, 1.0), 0.0, 0.2), 5
 #: Bounds of b.
 _MIN_SPREAD, _MAX_SPREAD = 1e-2, 1e4
-#: The choice listens to at most so many left-out examples, evenly from all classes.
+#: Use at most this many left-out examples, evenly from all classes.
 _MAX_LEFT_OUT = 250
 #: The power is chosen on the classes of most examples, at most so many.
 _POWER_CLASSES = 10
@@ -142,10 +137,8 @@ class Plda:
         self.means = self.gaussians.means if settings.power == 1.0 else class_means(features, labels)
         self.dtype = result_dtype(features)
         self.to_centre = self.gaussians.squared_distance(self.gaussians.means.mean(dim=0, keepdim=True))[0]  # (k,)
-        counts = self.gaussians.counts if groups is None else effective_counts(labels, groups)[0]
-        self.counts = counts.to(self.to_centre.dtype)
-        self.ratio = 1 + 1 / (self.counts + 1 / settings.spread)  # r_k
-        self.shrink = self.counts * settings.spread / (self.counts * settings.spread + 1)  # s_k
+        self.counts = effective_counts(labels, groups)[0].to(self.to_centre.dtype)
+        self.shrink, self.ratio = shrinkage(self.counts, settings.spread)
 
     def logits(self, queries: Tensor) -> Tensor:
         """Logits (m, k) of queries (m, d)."""
@@ -159,6 +152,11 @@ def to_power(x: Tensor, power: float) -> Tensor:
     if power == 1.0:
         return x
     return x.sign() * x.abs().clamp(min=torch.finfo(x.dtype).tiny).pow(power)
+
+
+def shrinkage(counts: Tensor, spread: float) -> tuple[Tensor, Tensor]:
+    """s_k = n_k b / (n_k b + 1) and r_k = 1 + 1 / (n_k + 1 / b) of numbers of examples ``counts``, b = ``spread``."""
+    return counts * spread / (counts * spread + 1), 1 + 1 / (counts + 1 / spread)
 
 
 def relative_distance(to_means: Tensor, shrink: Tensor, ratio: Tensor, to_centre: Tensor, freedom: float) -> Tensor:
@@ -206,109 +204,95 @@ def choose_plda_settings(features: Tensor, labels: Tensor, groups: Tensor | None
         As :class:`~fewshot_mahalanobis.RegularizedCovariance`.
     """
     counts = check_support(features, labels)
-    x = features.detach().to(working_dtype(features))
+    x, groups = features.detach().to(working_dtype(features)), joined_groups(groups)
     variance = float(x.var(dim=0).mean()) if len(x) > 1 else 0.0
-    unit, groups = variance or 1.0, joined_groups(groups)
-    if variance == 0.0 or int(examples_left(labels, groups).max()) == 0:
+    unit = variance or 1.0
+    if variance == 0.0 or int(remaining_examples(labels, groups).max()) == 0:
         return PldaSettings(unit * 10**_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, 0.0, _ONE_SHOT_SCALE, "task")
     if len(counts) == 1:
-        return PldaSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within")
-    power = _chosen_power(x, labels, counts, groups) if bool((x >= 0).all()) else 1.0
+        return _at_centre(unit)
+    power = _chosen_power(x, labels, groups) if bool((x >= 0).all()) else 1.0
     x = to_power(x, power)
-    unit, left_out = float(x.var(dim=0).mean()), _Likelihood(x, labels, counts, groups)
-    centre = PldaSettings(unit * 10**_CENTRE, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
-    betas = [unit * 10**exponent for exponent in _GRID]
-    fits = [left_out.fitted(replace(centre, beta=beta))[1] for beta in betas]
-    exponents = _on_cpu(_GRID)
-    posterior = _posterior(_on_cpu(fits) * left_out.examples, (exponents - _CENTRE) / _SPREAD)
-    settings = replace(centre, beta=unit * 10 ** float(posterior @ exponents))
-    worth = counts if groups is None else effective_counts(labels, groups)[0]
+    unit, left_out = float(x.var(dim=0).mean()), _Likelihood(x, labels, groups)
+    settings = _at_centre(unit, power)
+    fits = [left_out.fitted(replace(settings, beta=unit * 10**exponent))[1] for exponent in _BETA_PRIOR.candidates]
+    settings = replace(settings, beta=unit * 10 ** _BETA_PRIOR.mean([loss * left_out.examples for loss in fits]))
+    worth = effective_counts(labels, groups)[0]
     if float(worth.min()) == float(worth.max()):
         return left_out.fitted(settings)[0]
-    losses = [left_out.class_loss(settings, share) for share in _SHARES]
-    shares = _on_cpu(_SHARES)
-    posterior = _posterior(_on_cpu(losses) * _CLASS_EXAMPLES, shares / _SHARE_SPREAD)
-    return left_out.fitted(settings, float(posterior @ shares))[0]
+    losses = [left_out.class_loss(settings, share) * _CLASS_EXAMPLES for share in _SHARE_PRIOR.candidates]
+    return left_out.fitted(settings, _SHARE_PRIOR.mean(losses))[0]
 
 
-def _chosen_power(x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor | None) -> float:
+def _at_centre(variance: float, power: float = 1.0) -> PldaSettings:
+    """Settings with beta at the centre of its prior, for features of this mean variance."""
+    return PldaSettings(variance * 10**_BETA_PRIOR.centre, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
+
+
+def _chosen_power(x: Tensor, labels: Tensor, groups: Tensor | None) -> float:
     """1, or 1/2 where the left-out examples are more likely so."""
-    few = torch.isin(labels, counts.argsort(descending=True, stable=True)[:_POWER_CLASSES])
-    _, labels, counts = labels[few].unique(return_inverse=True, return_counts=True)
-    groups, losses = None if groups is None else joined_groups(groups[few]), {}
-    if int(examples_left(labels, groups).max()) == 0:
+    few = torch.isin(labels, labels.bincount().argsort(descending=True, stable=True)[:_POWER_CLASSES])
+    labels, groups = labels[few].unique(return_inverse=True)[1], None if groups is None else joined_groups(groups[few])
+    if int(remaining_examples(labels, groups).max()) == 0:
         return 1.0
+    losses = {}
     for power in (1.0, 0.5):
         powered = to_power(x[few], power)
-        beta = float(powered.var(dim=0).mean()) * 10**_CENTRE
-        centre = PldaSettings(beta, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
-        losses[power] = _Likelihood(powered, labels, counts, groups).fitted(centre)[1]
+        settings = _at_centre(float(powered.var(dim=0).mean()), power)
+        losses[power] = _Likelihood(powered, labels, groups).fitted(settings)[1]
     return min(losses, key=lambda power: losses[power])
 
 
-def _on_cpu(numbers: Sequence[float]) -> Tensor:
-    """Return numbers as a float64 tensor, whatever type and device are PyTorch's defaults."""
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
-
-
-def _posterior(losses: Tensor, deviations: Tensor) -> Tensor:
-    """Posterior of candidates from minus their log-likelihoods, and their distances from a normal prior's centre."""
-    return torch.softmax(-losses - deviations.square() / 2, dim=0)
-
-
 class _Likelihood:
-    """The leave-one-out likelihood of settings, by examples from all classes of which something stays."""
+    """The leave-one-out likelihood of settings, by examples from all classes of which something remains."""
 
-    def __init__(self, x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor | None) -> None:
+    def __init__(self, x: Tensor, labels: Tensor, groups: Tensor | None) -> None:
+        self.left_out = LeftOutPlda(x, labels, groups)
         order = labels.argsort(stable=True)
-        order = order[examples_left(labels, groups)[order] > 0]
-        if groups is None:
-            self.rows = order[:: max(1, math.ceil(len(order) / _MAX_LEFT_OUT))]
-        else:  # whole groups
-            chosen = torch.tensor([*dict.fromkeys(groups[order].tolist())], device=groups.device)
-            chosen = chosen[:: max(1, math.ceil(len(chosen) / _MAX_LEFT_OUT))]
-            self.rows = order[torch.isin(groups[order], chosen)]
-        self.left_out = LeftOut(x, labels, counts, groups)
+        order = order[remaining_examples(labels, groups)[order] > 0]
+        numbers = torch.arange(len(labels), device=labels.device) if groups is None else groups
+        chosen = torch.tensor([*dict.fromkeys(numbers[order].tolist())], device=labels.device)
+        chosen = chosen[:: max(1, math.ceil(len(chosen) / _MAX_LEFT_OUT))]  # whole groups
+        self.rows = order[torch.isin(numbers[order], chosen)]
+        self.groups = [left.select(torch.isin(numbers[left.rows[:, 0]], chosen)) for left in self.left_out.groups]
         self.labels = labels[self.rows]
         self.weights = left_out_weights(labels, groups)[self.rows].to(x)
         self.examples = float(self.weights.sum())
 
     def fitted(self, settings: PldaSettings, share: float = 0.0) -> tuple[PldaSettings, float]:
         """Settings with f, b and the scale that suit their beta, and the leave-one-out loss per example."""
-        at_beta = self.left_out.at(settings.beta)
-        distance, spread = at_beta.moments()
+        distance, spread = self.left_out.moments(settings.beta)
         settings = replace(settings, freedom=share * distance, spread=spread, scale=1.0)
-        logits = at_beta.logits(settings, self.rows)
+        logits = self.left_out.logits(settings, self.groups)[self.rows]
         fit = temperature_fit(logits, self.labels, _PSEUDO_EXAMPLES / logits.shape[1], self.weights)
         return replace(settings, scale=1.0 / fit.temperature), fit.loss
 
     def class_loss(self, settings: PldaSettings, share: float) -> float:
         """Sum over classes of the mean leave-one-out loss of their examples."""
         settings, _ = self.fitted(settings, share)
-        logits = self.left_out.at(settings.beta).logits(settings, self.rows)
+        logits = self.left_out.logits(settings, self.groups)[self.rows]
         losses = self.weights * F.cross_entropy(logits, self.labels, reduction="none")
         return float((losses / self.labels.bincount(self.weights)[self.labels]).sum())
 
 
-class LeftOut:
-    """What leave-one-out needs of a support set for every beta: S's eigenvectors, and the support set in their basis.
+class LeftOutPlda:
+    """The model without each group of a support set, for any beta, from features (n, d), labels and groups (n,).
 
-    With v_i = x_i - m_k for the class k of i, and M_j = m_j - c, all inner products under P without example i follow
-    from v_i^T B^-1 v_i, v_i^T B^-1 M_j and M_j^T B^-1 M_l, where B is P with divisor n - k - 1 (``leave_out.py``).
+    With v_i = x_i - m_k for the class k of i, and M_j = m_j - c, all inner products under P without a group follow from
+    those of the v_i in it and the M_j under B, which is P with another divisor of S (``leave_out.py``). In the basis of
+    S's eigenvectors B is diagonal for every beta.
     """
 
-    def __init__(self, x: Tensor, labels: Tensor, counts: Tensor, groups: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor, labels: Tensor, groups: Tensor | None = None) -> None:
+        counts = labels.bincount()
         x = x - x.mean(dim=0)
         v = deviations(x, labels, counts)
         means = x.new_zeros(len(counts), x.shape[1]).index_copy(0, labels, x - v)
         centred = means - means.mean(dim=0)
         thin = len(x) < x.shape[1]
         eigenvalues, vectors = torch.linalg.eigh(v @ v.T if thin else v.T @ v)
-        kept = eigenvalues > 1e-12 * eigenvalues[-1]
-        self.eigenvalues, vectors = eigenvalues[kept], vectors[:, kept]  # of the scatter within classes
-        self.labels, self.counts, self.groups = labels, counts, groups
-        if groups is not None:
-            self.squares = counts.square() / effective_counts(labels, groups)[0]  # sum of g^2 over the groups, (k,)
+        positive = eigenvalues > 1e-12 * eigenvalues[-1]
+        self.eigenvalues, vectors = eigenvalues[positive], vectors[:, positive]  # of the scatter within classes
         if thin:  # the basis is v^T vectors / roots, which is never formed
             roots = self.eigenvalues.sqrt()
             self.v, self.means = vectors * roots, centred @ v.T @ vectors / roots
@@ -316,219 +300,122 @@ class LeftOut:
             self.v, self.means = v @ vectors, centred @ vectors
         # Inner products (k, k) of what of the M_j lies outside the span of the v_i, where P is beta I.
         self.outside = centred @ centred.T - self.means @ self.means.T
+        self.groups = left_out_groups(labels, counts, groups)
+        self.counts, self.freedom = counts, len(labels) - len(counts)  # n_k, n - k
+        self.worth, self.worth_of_others = effective_counts(labels, groups)
+        self.weights = left_out_weights(labels, groups)
 
-    @property
-    def freedom(self) -> int:
-        """Divisor n - k of the pooled covariance."""
-        return len(self.labels) - len(self.counts)
-
-    def at(self, beta: float) -> _AtBeta | _GroupsAtBeta:
-        """Inner products for one beta."""
-        return _AtBeta(self, beta) if self.groups is None else _GroupsAtBeta(self, self.groups, beta)
-
-    def weights(self, beta: float, freedom: int) -> Tensor:
-        """Eigenvalues of (S + beta I)^-1, S with divisor ``freedom`` and zero without any."""
-        return 1 / (self.eigenvalues / freedom + beta) if freedom > 0 else torch.full_like(self.eigenvalues, 1 / beta)
-
-    def products(self, beta: float, freedom: int) -> Tensor:
-        """M_j^T (S + beta I)^-1 M_l, (k, k), S with that divisor."""
-        return (self.means * self.weights(beta, freedom)) @ self.means.T + self.outside / beta
-
-    def spread(self, lengths: Tensor, distance: float, counts: Tensor) -> float:
-        """Estimate b by the lengths (k,) of M_j, the mean squared distance t, and the examples (k,) of each mean."""
-        k = len(lengths)
-        between = float(lengths.mean()) * k / (k - 1)
-        noise = distance * float((1 / counts).mean())
+    def moments(self, beta: float) -> tuple[float, float]:
+        """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
+        distance = 0.0
+        for left in self.groups:
+            for some in left.split(len(self.counts) + left.rows.shape[1]):
+                rows, remain = some.rows, some.remaining > 0
+                own, others = _Without(self, some, beta).own_distances()[remain], self.worth_of_others[rows[remain]]
+                # Left out, an example is t (1 + 1 / n_k) from the mean of n_k others.
+                distance += float((self.weights[rows[remain]] * own / (1 + 1 / others)).sum())
+        distance /= float(self.weights.sum())
+        k = len(self.counts)
+        between = float(self.squared_lengths(beta, self.freedom).mean()) * k / (k - 1)
+        noise = distance * float((1 / self.worth).mean())
         spread = (between - noise) / distance if distance > 0 else _MAX_SPREAD
-        return min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
+        return distance, min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
 
+    def logits(self, settings: PldaSettings, groups: Sequence[LeftOut]) -> Tensor:
+        """Exact logits (n, k) of the examples of some ``groups`` without these; minus infinity where nothing remains.
 
-class _AtBeta:
-    def __init__(self, parts: LeftOut, beta: float) -> None:
-        self.parts, self.beta = parts, beta
-        self.weights = self._weights(parts.freedom - 1)
-        self.length = parts.v.square() @ self.weights  # v_i^T B^-1 v_i, (n,)
-        shots = parts.counts[parts.labels].to(self.length.dtype)
-        self.shots = shots
-        # P without i is B less removed[i] v_i v_i^T; for inner products under its inverse add factor[i] times those
-        # with v_i.
-        freedom = parts.freedom - 1
-        removed = shots / (shots - 1).clamp(min=1) / freedom if freedom > 0 else torch.zeros_like(shots)
-        self.factor = removed / (1 - removed * self.length)
+        Rows of other examples have any value.
+        """
+        found = self.v.new_empty(len(self.v), len(self.counts))
+        for left in groups:
+            for some in left.split(len(self.counts) + left.rows.shape[1]):
+                found[some.rows] = _Without(self, some, settings.beta).logits(settings)
+        return found
 
-    def _weights(self, freedom: int) -> Tensor:
-        return self.parts.weights(self.beta, freedom)
+    def inverse(self, beta: float, divisor: int) -> Tensor:
+        """Eigenvalues of (S + beta I)^-1, S with this divisor and zero without any."""
+        return 1 / (self.eigenvalues / divisor + beta) if divisor > 0 else torch.full_like(self.eigenvalues, 1 / beta)
 
-    def _products(self, classes: Tensor, freedom: int) -> Tensor:
-        """M_j^T (S + beta I)^-1 M_l (m, k) of ``classes`` (m,) with all; S with that divisor, n - k - 1 for B."""
-        means = self.parts.means
+    def products(self, classes: Tensor, beta: float, divisor: int) -> Tensor:
+        """M_y^T (S + beta I)^-1 M_j (..., k) of ``classes`` y (...) with all j, S with that divisor."""
         unique, index = classes.unique(return_inverse=True)
-        products = (means[unique] * self._weights(freedom)) @ means.T + self.parts.outside[unique] / self.beta
+        products = (self.means[unique] * self.inverse(beta, divisor)) @ self.means.T + self.outside[unique] / beta
         return products[index]
 
-    def _lengths(self, freedom: int) -> Tensor:
-        """M_j^T (S + beta I)^-1 M_j of every class, (k,)."""
-        return self.parts.means.square() @ self._weights(freedom) + self.parts.outside.diagonal() / self.beta
-
-    def moments(self) -> tuple[float, float]:
-        """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
-        paired = self.shots > 1
-        shots, length = self.shots[paired], self.length[paired]
-        # Left out, an example is n_k / (n_k - 1) v_i from the mean of the others: that is t (1 + 1 / (n_k - 1)).
-        own = (shots / (shots - 1)).square() * (length + self.factor[paired] * length.square())
-        distance = float((own * (shots - 1) / shots).mean())
-        return distance, self.parts.spread(self._lengths(self.parts.freedom), distance, self.parts.counts.to(own.dtype))
-
-    def logits(self, settings: PldaSettings, rows: Tensor) -> Tensor:
-        """Exact leave-one-out logits (len(rows), k) of examples whose class has others."""
-        parts, k = self.parts, len(self.parts.counts)
-        y, own = parts.labels[rows], torch.zeros(len(rows), k, dtype=torch.bool, device=rows.device)
-        own[torch.arange(len(rows), device=rows.device), y] = True
-        v_means = (parts.v[rows] * self.weights) @ parts.means.T  # v_i^T B^-1 M_j; the v_i lie in the span
-        length, factor = self.length[rows, None], self.factor[rows, None]
-        # Without i its class mean moves by -e v_i and c by -e v_i / k: so M_j becomes M_j + g_j v_i.
-        e = 1 / (self.shots[rows, None] - 1)
-        g = torch.where(own, e / k - e, e / k)
-        a = 1 + e / k  # x_i - c = a v_i + M_y
-        gram_y, at_y = self._products(y, parts.freedom - 1), v_means.gather(1, y[:, None])
-        x_x = a.square() * length + 2 * a * at_y + gram_y.gather(1, y[:, None])
-        x_m = a * v_means + gram_y + g * (a * length + at_y)
-        m_m = self._lengths(parts.freedom - 1) + 2 * g * v_means + g.square() * length
-        x_v, m_v = a * length + at_y, v_means + g * length
-        x_x, x_m, m_m = x_x + factor * x_v.square(), x_m + factor * x_v * m_v, m_m + factor * m_v.square()
-        shots = parts.counts.to(length.dtype) - own.to(length.dtype)
-        return _logits(settings, shots, x_x, x_m, m_m)
-
-    def logits_without_class(self, settings: PldaSettings, rows: Tensor) -> Tensor:
-        """Exact leave-one-out logits of examples that are alone in their class; minus infinity for that class."""
-        y, k = self.parts.labels[rows], len(self.parts.counts)
-        gram_y = self._products(y, self.parts.freedom)
-        own = gram_y.gather(1, y[:, None])
-        # Without class y the centre c moves by -M_y / (k - 1), and S stays.
-        a = k / (k - 1)
-        x_m = a * (gram_y + own / (k - 1))
-        m_m = self._lengths(self.parts.freedom) + 2 * gram_y / (k - 1) + own / (k - 1) ** 2
-        found = _logits(settings, self.parts.counts.to(own.dtype), a**2 * own, x_m, m_m)
-        return found.scatter(1, y[:, None], -torch.inf)
+    def squared_lengths(self, beta: float, divisor: int) -> Tensor:
+        """M_j^T (S + beta I)^-1 M_j (k,), S with that divisor."""
+        return self.means.square() @ self.inverse(beta, divisor) + self.outside.diagonal() / beta
 
 
-class _GroupsAtBeta:
-    """What :class:`_AtBeta` does where whole groups are left out, which may have members in several classes.
+class _Without:
+    """Inner products under P^-1 without each of G groups of g members.
 
-    Without a group G, of which g_k < n_k members have class k, the mean m_k moves by -1 / (n_k - g_k) times the sum of
-    their v_i, and classes that are gone do not count for c. So x_i - c and m_j - c are sums of M_j and of v_i in G, and
-    their inner products under P without G follow from those under B, P with divisor n - g - (k - gone), by the identity
-    of ``leave_out.py``.
+    Without a group, of which g_k < n_k members have class k, the mean m_k moves by -1 / (n_k - g_k) times the sum of
+    their v_i, and classes that are gone do not count for c. So x_i - c and m_j - c are sums of M_j and of v_i in the
+    group, and their inner products under P without it follow from those under B, P with divisor n - g - (k - gone), by
+    the identity of ``leave_out.py``.
     """
 
-    def __init__(self, parts: LeftOut, groups: Tensor, beta: float) -> None:
-        self.parts, self.groups, self.beta = parts, groups, beta
-
-    def moments(self) -> tuple[float, float]:
-        """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
-        parts, distance, total = self.parts, 0.0, 0.0
-        of_all, of_others = effective_counts(parts.labels, self.groups)
-        weights = left_out_weights(parts.labels, self.groups)
-        for left in self._left(self.groups):
-            stays = of_others[left.rows] > 0
-            rows, own = left.rows[stays], left.own_distances()[stays]
-            # Left out, an example is t (1 + 1 / n_k) from the mean of n_k others.
-            distance += float((weights[rows] * own / (1 + 1 / of_others[rows])).sum())
-            total += float(weights[rows].sum())
-        lengths = parts.products(self.beta, parts.freedom).diagonal()
-        return distance / total, parts.spread(lengths, distance / total, of_all)
-
-    def logits(self, settings: PldaSettings, rows: Tensor) -> Tensor:
-        """Exact logits (len(rows), k) of examples without their groups; minus infinity where nothing stays."""
-        found = self.parts.v.new_empty(len(self.parts.labels), len(self.parts.counts))
-        for left in self._left(self.groups[rows]):
-            found[left.rows.flatten()] = left.logits(settings).flatten(0, 1)
-        return found[rows]
-
-    def _left(self, chosen: Tensor) -> Iterator[_LeftGroups]:
-        """All groups of ``chosen`` numbers; together some of one size without which S has the same divisor."""
-        counts, labels = self.parts.counts, self.parts.labels
-        of_chosen = torch.isin(self.groups, chosen).nonzero()[:, 0]
-        for places in groups_by_size(self.groups[of_chosen]):
-            size = places.shape[1]
-            for rows in of_chosen[places].split(max(1, MAX_CHUNK_NUMBERS // (size * (len(counts) + size)))):
-                gone = (F.one_hot(labels[rows], len(counts)).sum(dim=1) == counts).sum(dim=1)
-                for lost in gone.unique().tolist():
-                    freedom = len(labels) - size - (len(counts) - lost)
-                    yield _LeftGroups(self.parts, self.beta, rows[gone == lost], freedom)
-
-
-class _LeftGroups:
-    """Inner products without each of G groups of g members, in rows (G, g), where S has the divisor ``freedom``."""
-
-    def __init__(self, parts: LeftOut, beta: float, rows: Tensor, freedom: int) -> None:
-        self.parts, self.rows, self.labels = parts, rows, parts.labels[rows]
-        self.of_class = F.one_hot(self.labels, len(parts.counts)).to(parts.v)  # (G, g, k)
-        lost = self.of_class.sum(dim=1)  # g_j (G, k)
-        self.stay = parts.counts - lost  # n_j - g_j
-        self.worth = self.stay.square() / (parts.squares - lost.square()).clamp(min=1)  # in examples
-        v = parts.v[rows]
-        weighted = v * parts.weights(beta, freedom)
-        self.means, self.v_means = parts.products(beta, freedom), weighted @ parts.means.T  # (k, k), (G, g, k)
-        self.gram = weighted @ v.mT  # (G, g, g)
-        self.removed = 1 / freedom if freedom > 0 else 0.0
-        # A^-1 - V B^-1 V^T over the divisor
-        rest = removal_weights(self.labels, parts.counts) - self.removed * self.gram
-        self.root = torch.linalg.cholesky(rest) if freedom > 0 else self._identity()
+    def __init__(self, parts: LeftOutPlda, left: LeftOut, beta: float) -> None:
+        self.parts, self.left, self.beta = parts, left, beta
+        size = left.rows.shape[1]
+        self.divisor = parts.freedom - size + left.gone
+        v = parts.v[left.rows]
+        self.weighted = v * parts.inverse(beta, self.divisor)
+        self.gram = self.weighted @ v.mT  # v_a^T B^-1 v_b (G, g, g)
+        self.removed = 1 / self.divisor if self.divisor > 0 else 0.0
+        self.rest = left.inverse_weights() - self.removed * self.gram  # A^-1 - V B^-1 V^T over the divisor
+        self.identity = torch.eye(size, dtype=v.dtype, device=v.device)
 
     def own_distances(self) -> Tensor:
-        """Squared distances (G, g) of the members to the means of those of their classes that stay."""
-        same = self.labels[:, :, None] == self.labels[:, None]
-        moved = self._identity() + same / self._stay_in_own()[..., None]  # x less the mean, of v_i
+        """Squared distances (G, g) of the members to the means of what remains of their classes."""
+        labels, remaining = self.left.labels, self.left.remaining.clamp(min=1)
+        same = labels[:, :, None] == labels[:, None]
+        moved = self.identity + same / remaining[..., None]  # x less the mean, of v_i
         v_x = self.gram @ moved.mT
         return (moved * v_x.mT).sum(dim=2) + self._along(v_x).square().sum(dim=1)
 
     def logits(self, settings: PldaSettings) -> Tensor:
-        """Logits (G, g, k) of the members; minus infinity where nothing stays."""
-        stays = (self.stay > 0).to(self.gram)
-        classes = stays.sum(dim=1).clamp(min=1)[:, None]
-        # N_j, the M_j less their mean s over the classes that stay: zero, if all do.
-        to_s = stays @ self.means / classes  # (G, k)
-        s_s = (stays * to_s).sum(dim=1, keepdim=True) / classes
-        n_n = self.means.diagonal() - 2 * to_s + s_s  # (G, k)
-        n_y = self.means[self.labels] - to_s[:, None] - to_s.gather(1, self.labels)[..., None] + s_s[..., None]
-        v_n = self.v_means - (self.v_means * stays[:, None]).sum(dim=2, keepdim=True) / classes[..., None]
-        v_y = v_n.gather(
-            2, self.labels[:, None].expand(-1, self.labels.shape[1], -1)
-        )  # v_a^T N_y of example i (G, a, i)
+        """Logits (G, g, k) of the members; minus infinity where nothing remains."""
+        labels, remaining = self.left.labels, self.left.remaining.to(self.gram)
+        remain, classes = remaining > 0, len(self.parts.counts) - self.left.gone
+        v_n = self.weighted @ self.parts.means.T  # v_a^T M_j (G, g, k)
+        n_y = self.parts.products(labels, self.beta, self.divisor)  # M_y^T M_j of each member's class (G, g, k)
+        n_n = self.parts.squared_lengths(self.beta, self.divisor).expand(len(labels), -1)  # (G, k)
+        if self.left.gone:  # N_j, the M_j less their mean s over the classes that remain, in place of the M_j
+            taken = self.left.shots - self.left.remaining
+            lost = ((~remain).to(v_n) / taken)[:, None] / max(classes, 1)  # s = -sum lost M
+            s_n = -(lost @ n_y)[:, 0]  # s^T M_j (G, k)
+            s_y = s_n.gather(1, labels)[:, None]  # (G, 1, g)
+            s_s = -(lost * s_y).sum(dim=2)  # (G, 1)
+            v_n = v_n + v_n.gather(2, labels[:, None].expand(-1, labels.shape[1], -1)) @ lost.mT
+            n_y = n_y - s_n[:, None] - s_y.mT + s_s[..., None]
+            n_n = n_n - 2 * s_n + s_s
+        v_y = v_n.gather(2, labels[:, None].expand(-1, labels.shape[1], -1))  # v_a^T N_y of member i (G, a, i)
         # m_j - c = N_j + sum_a f_aj v_a and x_i - c = N_y + sum_a h_ai v_a
-        f = -self.of_class / self._stay_in_own()[..., None] * stays[:, None]
-        of_centre = f.sum(dim=2, keepdim=True) / classes[..., None]  # (G, g, 1)
-        f, h = f - of_centre, self._identity() - of_centre
+        shares = (remain / remaining.clamp(min=1))[..., None]
+        of_centre = shares / max(classes, 1)  # minus what c moves by, of v_a (G, g, 1)
+        f = of_centre.expand_as(v_n).scatter_add(2, labels[..., None], -shares)
+        h = self.identity + of_centre
         v_f, v_h = self.gram @ f, self.gram @ h
-        x_x = n_y.gather(2, self.labels[..., None]) + (h * (2 * v_y + v_h)).sum(dim=1)[..., None]
+        x_x = n_y.gather(2, labels[..., None]) + (h * (2 * v_y + v_h)).sum(dim=1)[..., None]
         x_m = n_y + h.mT @ (v_n + v_f) + v_y.mT @ f
         m_m = (n_n + (f * (2 * v_n + v_f)).sum(dim=1))[:, None]
         along_x, along_m = self._along(v_y + v_h), self._along(v_n + v_f)
         x_x = x_x + along_x.square().sum(dim=1)[..., None]
         x_m = x_m + along_x.mT @ along_m
         m_m = m_m + along_m.square().sum(dim=1)[:, None]
-        found = _logits(settings, self.worth[:, None], x_x, x_m, m_m)
-        return found.masked_fill(stays[:, None] == 0, -torch.inf)
+        worth = self.parts.worth.repeat(len(labels), 1).scatter(1, labels, self.parts.worth_of_others[self.left.rows])
+        shrink, ratio = shrinkage(worth[:, None], settings.spread)
+        distance = x_x - 2 * shrink * x_m + shrink.square() * m_m
+        logits = -settings.scale * (distance / ratio + settings.freedom * ratio.log())
+        return logits.masked_fill((worth == 0)[:, None], -torch.inf) if self.left.gone else logits
 
     def _along(self, products: Tensor) -> Tensor:
         """What inner products (G, g, m) with the v_i add under P without the group: to be squared and summed."""
-        return math.sqrt(self.removed) * torch.linalg.solve_triangular(self.root, products, upper=False)
-
-    def _identity(self) -> Tensor:
-        return torch.eye(self.rows.shape[1], dtype=self.gram.dtype, device=self.gram.device)
-
-    def _stay_in_own(self) -> Tensor:
-        """n_k - g_k of each member's class (G, g), 1 where it is gone."""
-        return self.stay.gather(1, self.labels).clamp(min=1)
-
-
-def _logits(settings: PldaSettings, shots: Tensor, x_x: Tensor, x_m: Tensor, m_m: Tensor) -> Tensor:
-    """Logits from inner products of x - c (m, 1) and m_k - c (m, k) under the inverse of P."""
-    shrink = shots * settings.spread / (shots * settings.spread + 1)
-    ratio = 1 + 1 / (shots + 1 / settings.spread)
-    distance = x_x - 2 * shrink * x_m + shrink.square() * m_m
-    return -settings.scale * (distance / ratio + settings.freedom * ratio.log())
+        if not self.removed:
+            return torch.zeros_like(products)
+        return removal_solve(self.rest, math.sqrt(self.removed) * products)
 
 
 def leave_one_out_plda_logits(
@@ -539,18 +426,7 @@ def leave_one_out_plda_logits(
     ``groups`` (n,) are left out together, if there are any. Minus infinity where a class has no other example.
     ``settings.shared`` must be "within".
     """
-    counts = check_support(features, labels)
+    check_support(features, labels)
     x = to_power(features.detach().to(working_dtype(features)), settings.power)
-    if (groups := joined_groups(groups)) is not None:
-        everything = torch.arange(len(x), device=x.device)
-        at_beta = LeftOut(x, labels, counts, groups).at(settings.beta)
-        return at_beta.logits(settings, everything).to(result_dtype(features))
-    at_beta = _AtBeta(LeftOut(x, labels, counts), settings.beta)
-    found = x.new_empty(len(x), len(counts))
-    alone = counts[labels] == 1
-    for rows in (~alone).nonzero()[:, 0].split(_MAX_LEFT_OUT):
-        found[rows] = at_beta.logits(settings, rows)
-    if alone.any():
-        rows = alone.nonzero()[:, 0]
-        found[rows] = at_beta.logits_without_class(settings, rows)
-    return found.to(result_dtype(features))
+    left_out = LeftOutPlda(x, labels, joined_groups(groups))
+    return left_out.logits(settings, left_out.groups).to(result_dtype(features))

@@ -66,6 +66,24 @@ def check_support(features: Tensor, labels: Tensor) -> Tensor:
     return counts
 
 
+def result_dtype(features: Tensor) -> torch.dtype:
+    """Return the dtype of means and distances: the features', float32 at least."""
+    return torch.promote_types(features.dtype, torch.float32)
+
+
+def working_dtype(features: Tensor) -> torch.dtype:
+    """Float64: the head is small beside the network, and features of scale 1e3 give Q_k a condition of 1e9."""
+    return torch.float32 if features.device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def full_precision(features: Tensor) -> torch.autocast:
+    """Make a context in which autocast is off on the features' device."""
+    return torch.autocast(device_type=features.device.type, enabled=False)
+
+
+# ---------------------------------------------------------------- classes
+
+
 def class_means(features: Tensor, labels: Tensor) -> Tensor:
     """Mean support feature of each class, mu_k.
 
@@ -91,24 +109,6 @@ def class_means(features: Tensor, labels: Tensor) -> Tensor:
     return sums / counts[:, None]
 
 
-def result_dtype(features: Tensor) -> torch.dtype:
-    """Return the dtype of means and distances: the features', float32 at least."""
-    return torch.promote_types(features.dtype, torch.float32)
-
-
-def working_dtype(features: Tensor) -> torch.dtype:
-    """Float64: the head is small beside the network, and features of scale 1e3 give Q_k a condition of 1e9."""
-    return torch.float32 if features.device.type == "mps" else torch.float64  # MPS has no float64
-
-
-def full_precision(features: Tensor) -> torch.autocast:
-    """Make a context in which autocast is off on the features' device."""
-    return torch.autocast(device_type=features.device.type, enabled=False)
-
-
-# ---------------------------------------------------------------- classes
-
-
 def exact_class_means(x: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
     """Class means (k, d) as the first example plus the mean difference from it: exact for equal examples."""
     first = x[labels.argsort(stable=True)[counts.cumsum(0) - counts]]
@@ -123,13 +123,17 @@ def deviations(x: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
 
 def members_by_shots(labels: Tensor, counts: Tensor) -> list[tuple[Tensor, Tensor]]:
     """For each number of shots s, return its classes (k',) and the rows (k', s) of their examples."""
-    order = labels.argsort(stable=True)
-    starts = counts.cumsum(0) - counts
     found = []
     for shots in counts.unique().tolist():
         classes = (counts == shots).nonzero()[:, 0]
-        found.append((classes, order[starts[classes, None] + torch.arange(shots, device=labels.device)]))
+        found.append((classes, rows_of_classes(labels, counts, classes, shots)))
     return found
+
+
+def rows_of_classes(labels: Tensor, counts: Tensor, classes: Tensor, shots: int) -> Tensor:
+    """Rows (k', shots) of the examples of ``classes`` (k',), which have so many each."""
+    order, starts = labels.argsort(stable=True), counts.cumsum(0) - counts
+    return order[starts[classes, None] + torch.arange(shots, device=labels.device)]
 
 
 # ---------------------------------------------------------------- groups
@@ -146,8 +150,8 @@ def groups_by_size(groups: Tensor) -> list[Tensor]:
     return [rows for _, rows in members_by_shots(groups, sizes)]
 
 
-def examples_left(labels: Tensor, groups: Tensor | None) -> Tensor:
-    """How many examples stay in the class of each example when its group is left out, (n,)."""
+def remaining_examples(labels: Tensor, groups: Tensor | None) -> Tensor:
+    """How many examples remain in the class of each example when its group is left out, (n,)."""
     counts = labels.bincount()[labels]
     if groups is None:
         return counts - 1
@@ -155,10 +159,10 @@ def examples_left(labels: Tensor, groups: Tensor | None) -> Tensor:
     return counts - sizes[parts]
 
 
-def effective_counts(labels: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+def effective_counts(labels: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor]:
     """Independent examples (Kish) that the mean of a class is worth, and that of its examples outside a group.
 
-    Of n_k examples in groups of g each, which are alike, a class mean has the noise of n_k^2 / sum g^2 examples.
+    The mean of n_k examples in groups of g each, which are alike, has the noise of n_k^2 / sum g^2 examples.
 
     Returns
     -------
@@ -167,11 +171,13 @@ def effective_counts(labels: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
         For each example, those of its class that are not in its group; 0 where there are none.
     """
     counts = labels.bincount().to(working_dtype(labels))
+    if groups is None:
+        return counts, counts[labels] - 1
     parts, index, sizes = torch.stack([labels, groups]).unique(dim=1, return_inverse=True, return_counts=True)
     sizes = sizes.to(counts)
     squares = torch.zeros_like(counts).index_add(0, parts[0], sizes.square())
-    left, of_left = counts[labels] - sizes[index], squares[labels] - sizes[index].square()
-    return counts.square() / squares, left.square() / of_left.clamp(min=1)
+    remaining, of_remaining = counts[labels] - sizes[index], squares[labels] - sizes[index].square()
+    return counts.square() / squares, remaining.square() / of_remaining.clamp(min=1)
 
 
 def group_weights(groups: Tensor) -> Tensor:
@@ -185,6 +191,6 @@ def left_out_weights(labels: Tensor, groups: Tensor | None) -> Tensor:
 
     Examples whose class goes with their group count as none, and the others of the group stand for all of it.
     """
-    counted = examples_left(labels, groups) > 0
+    counted = remaining_examples(labels, groups) > 0
     weights = counted.to(working_dtype(labels))
     return weights if groups is None else weights.masked_scatter(counted, group_weights(groups[counted]))

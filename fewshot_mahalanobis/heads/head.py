@@ -11,12 +11,12 @@ queries, its form in an exported graph, and its description in a file. Only ``fi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.gaussians.support import check_support, class_means, result_dtype
+from fewshot_mahalanobis.gaussians.support import check_support, result_dtype
 
 State = TypeVar("State")
 
@@ -168,38 +168,6 @@ class Head(nn.Module, Generic[State]):
     def forward(self, support_features: Tensor, support_labels: Tensor, query_features: Tensor) -> Tensor:
         """Logits (m, k) of query features (m, d), given support features (n, d) and labels (n,)."""
         return self.logits(self.fit(support_features, support_labels), query_features)
-
-
-class MeansWithout(NamedTuple):
-    """Class means that move when an example is left out with its group: one for each example and class of its group."""
-
-    rows: Tensor  # (p,) examples
-    classes: Tensor  # (p,)
-    means: Tensor  # (p, d), of what stays of the class; of any value where nothing does
-    stays: Tensor  # bool (p,)
-
-    @classmethod
-    def of(cls, features: Tensor, labels: Tensor, groups: Tensor | None) -> MeansWithout:
-        """Means of features (n, d) and labels (n,) without each example, or without its group (n,)."""
-        means, counts = class_means(features, labels), labels.bincount()
-        if groups is None:
-            shots = counts[labels, None]
-            without = (shots * means[labels] - features) / (shots - 1).clamp(min=1)
-            return cls(torch.arange(len(labels), device=labels.device), labels, without, shots[:, 0] > 1)
-        parts, index, sizes = torch.stack([groups, labels]).unique(dim=1, return_inverse=True, return_counts=True)
-        sums = features.new_zeros(len(sizes), features.shape[1]).index_add(0, index, features)
-        left = counts[parts[1]] - sizes
-        without = (counts[parts[1], None] * means[parts[1]] - sums) / left.clamp(min=1)[:, None]
-        # The parts are sorted by group: each example takes those of its group, one after the other.
-        _, group, of_group = parts[0].unique_consecutive(return_inverse=True, return_counts=True)
-        numbers, first = of_group[group[index]], (of_group.cumsum(0) - of_group)[group[index]]
-        rows = torch.arange(len(labels), device=labels.device).repeat_interleave(numbers)
-        pairs = torch.arange(len(rows), device=rows.device) - (numbers.cumsum(0) - numbers - first)[rows]
-        return cls(rows, parts[1][pairs], without[pairs], left[pairs] > 0)
-
-    def put(self, logits: Tensor, moved: Tensor) -> Tensor:
-        """``logits`` (n, k) with ``moved`` (p,) for the means that move, minus infinity where nothing stays."""
-        return logits.index_put((self.rows, self.classes), torch.where(self.stays, moved, -torch.inf))
 
 
 class _ExportedHead(nn.Module):

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.gaussians.leave_out import MeansWithout
 from fewshot_mahalanobis.gaussians.support import check_features, class_means, full_precision
-from fewshot_mahalanobis.heads.head import Head, MeansWithout
+from fewshot_mahalanobis.heads.head import Head
 
 
 class LinearClassifier(NamedTuple):

@@ -19,6 +19,7 @@ from fewshot_mahalanobis.gaussians.plda import (
     choose_plda_settings,
     leave_one_out_plda_logits,
     relative_distance,
+    shrinkage,
     to_power,
 )
 from fewshot_mahalanobis.gaussians.support import (
@@ -140,8 +141,7 @@ def _moved_means(
         w = weights(logits)
         n = counts + w.sum(dim=0)
         means = (counts[:, None] * at_means + w.T @ at_queries) / n[:, None]
-        shrink = n * settings.spread / (n * settings.spread + 1)  # s_k
-        ratio = 1 + 1 / (n + 1 / settings.spread)  # r_k
+        shrink, ratio = shrinkage(n, settings.spread)
         to_means = torch.cdist(at_queries, means, compute_mode="donot_use_mm_for_euclid_dist").square()
         to_centre = (means - means.mean(dim=0)).square().sum(dim=1)
         return -settings.scale * relative_distance(to_means, shrink, ratio, to_centre, settings.freedom)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.gaussians.leave_out import MeansWithout
 from fewshot_mahalanobis.gaussians.support import check_features, class_means, full_precision, result_dtype
-from fewshot_mahalanobis.heads.head import Head, MeansWithout
+from fewshot_mahalanobis.heads.head import Head
 
 #: Examples per block, of whose comparisons only the diagonal is used.
 _PAIRS = 128

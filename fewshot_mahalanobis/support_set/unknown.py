@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.gaussians.support import class_means, examples_left, group_weights
+from fewshot_mahalanobis.gaussians.leave_out import MeansWithout
+from fewshot_mahalanobis.gaussians.support import class_means, group_weights
 from fewshot_mahalanobis.heads import CosineHead, Head
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.warn import warn_caller
@@ -65,27 +66,20 @@ class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
         self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
     ) -> Tensor:
         """Logits (n, k) of each support example by the head fitted to the others, exactly, without n fits."""
-        y = support_labels
-        if groups is not None and len(torch.stack([groups, y]).unique(dim=1)[0]) > len(groups.unique()):
-            return super().leave_one_out_logits(support_features, y, groups)  # a group has examples of several classes
-        means, centre = self.fit(support_features, y)
-        x, k = support_features.double() - centre, len(means)
-        left, own = examples_left(y, groups)[:, None].double(), F.one_hot(y, k).bool()
-        v = x - means[y]
-        if groups is not None:  # the sum over the group
-            _, index = groups.unique(return_inverse=True)
-            v = torch.zeros_like(v).index_add(0, index, v)[index]
-        # Without x, or its group, the class mean moves by -e v and c by -e v / k; without class y c moves by
-        # -M_y / (k - 1). So M_j becomes M_j + g_j w, and x - c becomes x + a w.
-        gone, e = left == 0, 1 / left.clamp(min=1)
-        w = torch.where(gone, means[y], v)
-        a = torch.where(gone, 1 / max(k - 1, 1), e / k)
-        g = torch.where(gone | ~own, a, a - e)
-        x = x + a * w
-        length = means.square().sum(dim=1) + 2 * g * (w @ means.T) + g.square() * w.square().sum(dim=1, keepdim=True)
-        product = x @ means.T + g * (x * w).sum(dim=1, keepdim=True)
-        scale = length.clamp(min=0).sqrt().clamp(min=1e-12) * x.norm(dim=1, keepdim=True).clamp(min=1e-12)
-        return (product / scale).masked_fill(gone & own, -torch.inf)
+        x = support_features.double()
+        means, centre = self.fit(x, support_labels)
+        x = x - centre
+        without = MeansWithout.of(x, support_labels, groups)
+        moves = without.centres(means, len(x))  # of the centre
+        x = x - moves
+        # M_j - move of the classes that stay as they are, from products; the others themselves.
+        product = x @ means.T - (x * moves).sum(dim=1, keepdim=True)
+        terms = means.square().sum(dim=1) + moves.square().sum(dim=1, keepdim=True)
+        length = terms - 2 * moves @ means.T
+        scale = length.clamp(min=1e-24).sqrt() * x.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        cosines = (product / scale).where(length > 1e-12 * terms, 0.0)  # the only class that remains is its own centre
+        moved = F.cosine_similarity(x[without.rows], without.means - moves[without.rows], dim=1, eps=1e-12)
+        return without.put(cosines, moved)
 
 
 class _ExportedCentredCosine(nn.Module):

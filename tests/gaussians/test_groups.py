@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
-from fewshot_mahalanobis.gaussians.leave_out import BETA_GRID, choose_beta, leave_one_out_distance
+from fewshot_mahalanobis.gaussians.leave_out import BETA_PRIOR, choose_beta, leave_one_out_distance
 from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings, leave_one_out_plda_logits
 from fewshot_mahalanobis.gaussians.support import (
     effective_counts,
-    examples_left,
     group_weights,
     groups_by_size,
     joined_groups,
     left_out_weights,
+    remaining_examples,
 )
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature, temperature_fit
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
@@ -29,6 +29,7 @@ from tests import reference
 from tests.drawn_tasks import make_task
 from tests.gaussians.test_covariance import SETTINGS
 
+BETA_FACTORS = [10.0**exponent for exponent in BETA_PRIOR.candidates]
 Task = tuple[Tensor, Tensor, Tensor]
 
 
@@ -253,12 +254,12 @@ def test_beta_is_what_left_out_groups_and_the_prior_make_most_probable(groups: l
     task = torch.cat([features, features]), labels.repeat(2), torch.tensor(groups)
     weights = left_out_weights(task[1], task[2])
     variance, losses = float(task[0].var(dim=0).mean()), []
-    for factor in BETA_GRID:
+    for factor in BETA_FACTORS:
         head = MahalanobisHead(RegularizedCovariance(factor * variance))
         fit = temperature_fit(without_groups(task, -torch.inf, of_head(head)), task[1], 1.0, weights)
         losses.append(float(weights.sum()) * fit.loss + (math.log10(factor) - 1) ** 2 / (2 * 0.5**2))
     assert all(math.isfinite(loss) for loss in losses)
-    expected = BETA_GRID[losses.index(min(losses))] * variance
+    expected = BETA_FACTORS[losses.index(min(losses))] * variance
     assert choose_beta(CovarianceSettings("auto"), *task).ridge == pytest.approx(expected)
 
 
@@ -275,8 +276,8 @@ def test_helpers_of_groups() -> None:
     assert joined_groups(torch.tensor([4, 2, 9])) is None
     assert joined_groups(groups) is groups
     assert [rows.tolist() for rows in groups_by_size(groups)] == [[[4], [5]], [[2, 3], [0, 1]]]
-    assert examples_left(labels, groups).tolist() == [1, 1, 2, 2, 2, 2]
-    assert examples_left(labels, None).tolist() == [2] * 6
+    assert remaining_examples(labels, groups).tolist() == [1, 1, 2, 2, 2, 2]
+    assert remaining_examples(labels, None).tolist() == [2] * 6
     assert group_weights(groups).tolist() == [0.5, 0.5, 0.5, 0.5, 1.0, 1.0]
     assert left_out_weights(labels, groups).tolist() == [0.5, 0.5, 0.5, 0.5, 1.0, 1.0]
     assert left_out_weights(labels, torch.tensor([0, 1, 0, 0, 0, 0])).tolist() == [0.5, 1.0, 0.5, 0.0, 0.0, 0.0]

@@ -11,12 +11,13 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis import MahalanobisClassifier
 from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
-from fewshot_mahalanobis.gaussians.leave_out import BETA_GRID, choose_beta
+from fewshot_mahalanobis.gaussians.leave_out import BETA_PRIOR, choose_beta
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from tests.drawn_tasks import make_task
 
+BETA_FACTORS = [10.0**exponent for exponent in BETA_PRIOR.candidates]
 AUTO = CovarianceSettings("auto")
 
 
@@ -141,7 +142,7 @@ def improbabilities(
     n = len(told)
     targets = torch.full((n, k), 1 / (n + k), dtype=torch.float64).scatter(1, told[:, None], (n + 1) / (n + k))
     found = []
-    for factor in BETA_GRID:
+    for factor in BETA_FACTORS:
         head = MahalanobisHead(RegularizedCovariance.of(replace(settings, beta=factor * variance)))
         logits = torch.cat([head(features[r], labels[r], features[~r]) for r in rest])
         temperatures = float(logits.std(dim=1).mean()) * torch.logspace(-3, 3, 600, dtype=torch.float64)
@@ -155,7 +156,7 @@ def improbabilities(
 def test_beta_is_what_left_out_examples_and_the_prior_make_most_probable(seed: int) -> None:
     features, labels, _ = make_task(seed, [4, 3, 5], 12, dtype=torch.float64)
     variance = float(features.var(dim=0).mean())
-    expected = BETA_GRID[int(np.argmin(improbabilities(features, labels)))] * variance
+    expected = BETA_FACTORS[int(np.argmin(improbabilities(features, labels)))] * variance
     assert chosen_beta(features, labels) == pytest.approx(expected)
 
 
@@ -178,7 +179,7 @@ def test_beta_is_chosen_for_the_other_settings_which_are_kept(
     noise = torch.randn(features.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     features = features + 2 * noise
     losses = improbabilities(features, labels, settings)
-    beta = BETA_GRID[int(np.argmin(losses))] * float(features.var(dim=0).mean())
+    beta = BETA_FACTORS[int(np.argmin(losses))] * float(features.var(dim=0).mean())
     chosen = choose_beta(settings, features, labels)
     assert chosen == replace(settings, beta=chosen.ridge)
     assert chosen.ridge == pytest.approx(beta)
@@ -196,7 +197,7 @@ def test_a_mean_variance_of_one_is_like_any_other() -> None:
     features, labels, _ = make_task(5, [4, 3, 5], 12, dtype=torch.float64)
     features = features * (features.var(dim=0).mean()).rsqrt()
     features = features / float(features.var(dim=0).mean()) ** 0.5
-    best = BETA_GRID[int(np.argmin(improbabilities(features, labels)))]
+    best = BETA_FACTORS[int(np.argmin(improbabilities(features, labels)))]
     assert float(features.var(dim=0).mean()) == pytest.approx(1.0, rel=1e-12)
     assert chosen_beta(features, labels) == pytest.approx(best)
 
