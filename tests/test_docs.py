@@ -106,9 +106,9 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
         build_data_sets(folder_of_a_user)
     names: dict[str, Any] = {}
     with hub_on_this_machine(monkeypatch, folder_of_a_user / "cache") as hub:
-        if page.stem == "backbones":  # random weights for the network of timm that the page names
-            weights = save(timm.create_model("resnet18").state_dict())
-            hub.commit("timm/resnet18.a1_in1k", {"model.safetensors": weights})
+        if page.stem == "backbones":  # random weights for the networks of timm that the page names
+            for name in ("resnet18.a1_in1k", "vit_small_patch14_dinov2.lvd142m"):
+                hub.commit(f"timm/{name}", {"model.safetensors": save(timm.create_model(name).state_dict())})
         for block in blocks(page, "python"):
             exec(compile(block, str(page), "exec"), names)
 

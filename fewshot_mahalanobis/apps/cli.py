@@ -424,7 +424,7 @@ def list_checkpoints() -> None:
     rows = [
         [
             f"{name} (default)" if name == default else name,
-            "in the package" if r.embedded else "downloaded when first used",
+            "in the package" if r.embedded else "downloaded when first used" + ", by timm" * (r.timm is not None),
             r.licence,
             r.trained_on,
         ]

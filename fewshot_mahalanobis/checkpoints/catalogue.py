@@ -41,6 +41,8 @@ class CheckpointRecord:
         Commit of the repository at ``url``.
     blob_id : str or None
         Digest of the file at ``url``, as git computes it: SHA-1 of a header with its size and of its bytes.
+    timm : str or None
+        Name of a frozen network of timm, which fetches its weights from the Hugging Face Hub.
     settings : mapping
         Arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS` that the conversion sets.
     accuracies : mapping of str to (float, float)
@@ -56,6 +58,7 @@ class CheckpointRecord:
     url: str | None = None
     revision: str | None = None
     blob_id: str | None = None
+    timm: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     accuracies: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False, repr=False)
 
@@ -103,6 +106,20 @@ def _lite(image_size: int, path: str, blob_id: str) -> CheckpointRecord:
             "with all of ILSVRC-2012 and MNIST"
         ),
         settings={"adaptation": "film", **_PUBLISHED_SETTINGS},
+    )
+
+
+def _timm(name: str, timm: str, *, size: int, trained_on: str) -> CheckpointRecord:
+    """A network for the default head, not adapted, at 224 pixels, whatever size timm would take."""
+    return CheckpointRecord(
+        name=name,
+        url=f"https://huggingface.co/timm/{timm}",
+        timm=timm,
+        size=size,
+        licence="Apache 2.0",
+        image_size=224,
+        trained_on=trained_on,
+        settings={"adaptation": "none", "head": "auto"},
     )
 
 
@@ -169,6 +186,31 @@ _RECORDS = (
     # Bronskill et al., NeurIPS 2021: the first is the paper's. Their figures are not known here.
     _lite(224, "meta-trained_lite_224.pt", "ce9a139c4aae81c93091ac6858a14c50fffa9087"),
     _lite(84, "meta-trained_84.pt", "e1524244e7b78fc29d0c3a231d5c0827c7026225"),
+    # Oquab et al., TMLR 2024; Caron et al., ICCV 2021; Tschannen et al., 2025.
+    _timm(
+        "dinov2-small",
+        "vit_small_patch14_dinov2.lvd142m",
+        size=88_224_768,
+        trained_on="142 million photographs without labels (LVD-142M)",
+    ),
+    _timm(
+        "dinov2-base",
+        "vit_base_patch14_dinov2.lvd142m",
+        size=346_318_848,
+        trained_on="142 million photographs without labels (LVD-142M)",
+    ),
+    _timm(
+        "dino-small",
+        "vit_small_patch16_224.dino",
+        size=86_662_656,
+        trained_on="the images of ImageNet (ILSVRC-2012) without their labels",
+    ),
+    _timm(
+        "siglip2-base",
+        "vit_base_patch16_siglip_224.v2_webli",
+        size=371_536_896,
+        trained_on="images of the web with their texts (WebLI)",
+    ),
 )
 
 #: The checkpoint that "default" is another name of.

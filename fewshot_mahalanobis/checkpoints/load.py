@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS, CheckpointRecord
-from fewshot_mahalanobis.checkpoints.errors import CheckpointError
+from fewshot_mahalanobis.checkpoints.errors import CheckpointError, DownloadError
 from fewshot_mahalanobis.checkpoints.folder import read_checkpoint
 from fewshot_mahalanobis.checkpoints.hub import hub_checkpoint, hub_name
 from fewshot_mahalanobis.checkpoints.published import load_published
@@ -50,6 +50,8 @@ def load_checkpoint(
 
     Raises
     ------
+    ImportError
+        The network is one of timm's, and timm is absent.
     CheckpointError
         The checkpoint cannot be found or is malformed; a network is missing, not needed or another one than was saved.
         A failed connection is a :class:`~fewshot_mahalanobis.checkpoints.DownloadError`.
@@ -120,7 +122,23 @@ def _local_folder(path: Path) -> Path:
 def _load_named(record: CheckpointRecord, backbone: SimpleCNAPS | nn.Module | None) -> SimpleCNAPS:
     if backbone is not None:
         raise CheckpointError(f"the checkpoint {record.name!r} comes with its network: it takes no other")
+    if record.timm is not None:
+        return _load_timm(record)
     if not record.embedded:
         return load_published(record)
     with importlib.resources.as_file(importlib.resources.files(__package__) / record.name) as folder:
         return read_checkpoint(folder)
+
+
+def _load_timm(record: CheckpointRecord) -> SimpleCNAPS:
+    """Make a frozen network of timm under the default head; timm keeps its weights in the Hub's cache."""
+    try:
+        return SimpleCNAPS.from_backbone(str(record.timm), image_size=record.image_size, head="auto")
+    except ValueError as error:
+        import huggingface_hub
+
+        raise DownloadError(
+            f"the checkpoint {record.name!r} cannot be fetched from {record.url}: {error}. For a machine without a "
+            f"connection, copy the folder 'models--timm--{record.timm}' from the cache of another machine to "
+            f"{huggingface_hub.constants.HF_HUB_CACHE} (HF_HUB_CACHE names another folder)"
+        ) from error

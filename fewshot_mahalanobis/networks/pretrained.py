@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.efficientnet import LITE0, MEANS, EfficientNet
 from fewshot_mahalanobis.networks.pooling import Statistic
+
+#: Sides of images, in pixels, above which a size that nobody asked for deserves a warning.
+_LARGE = 300
 
 
 def pretrained_extractor(
@@ -35,6 +39,11 @@ def pretrained_extractor(
     pooling : sequence of Statistic, optional
         As in :class:`~fewshot_mahalanobis.networks.efficientnet.EfficientNet`, for "efficientnet-lite0" alone.
 
+    Warns
+    -----
+    UserWarning
+        No size is given, and the network reads images of more than 300 pixels.
+
     Raises
     ------
     ImportError
@@ -52,9 +61,17 @@ def pretrained_extractor(
     from timm.data import resolve_model_data_config
 
     data, origin = resolve_model_data_config(network), network.pretrained_cfg
+    if image_size is None:
+        image_size = int(data["input_size"][-1])
+        if image_size > _LARGE:
+            warnings.warn(
+                f"{name!r} reads images of {image_size} pixels, at {(image_size / 224) ** 2:.0f} times the cost of "
+                "224: image_size=224 may do as well",
+                stacklevel=3,
+            )
     return Backbone.wrap(
         network.float(),
-        image_size=data["input_size"][-1] if image_size is None else image_size,
+        image_size=image_size,
         mean=data["mean"] if mean is None else mean,
         std=data["std"] if std is None else std,
         # In full, as the weights that a bare name stands for may change from one version of timm to the next.

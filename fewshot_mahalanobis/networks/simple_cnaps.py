@@ -420,6 +420,11 @@ class SimpleCNAPS(nn.Module):
         SimpleCNAPS
             In evaluation mode. It reads images in [-1, 1] as every model does, and normalises them itself.
 
+        Warns
+        -----
+        UserWarning
+            ``image_size`` is missing, and a network of timm reads images of more than 300 pixels.
+
         Raises
         ------
         ImportError

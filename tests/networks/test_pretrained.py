@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import timm
 import torch
 from safetensors.torch import save
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.checkpoints import CheckpointError
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, available_checkpoints, load_checkpoint
+from fewshot_mahalanobis.checkpoints import CheckpointError, CheckpointRecord, DownloadError
+from fewshot_mahalanobis.networks import pretrained
 from fewshot_mahalanobis.networks.pretrained import is_pretrained_name
 from tests.checkpoints.checkpoint_server import Hub, Server, hub_on_this_machine
 from tests.networks.test_backbone import LABELS, SIZE, STD, pictures, seeded
@@ -99,3 +101,73 @@ def test_without_a_connection_the_error_comes_at_once_and_names_the_hub(
     for name in ("test_convnext", "hf-hub:user/repo"):
         with pytest.raises(ValueError, match=f"timm could not make '{name}'.*no connection to {gone.url}"):
             SimpleCNAPS.from_backbone(name)
+
+
+def test_a_network_that_reads_large_images_warns_once_and_names_the_remedy(hub: Hub, monkeypatch) -> None:
+    settings = timm.get_pretrained_cfg("test_vit.r160_in1k")
+    monkeypatch.setattr(pretrained, "_LARGE", settings.input_size[-1] - 1)
+    with pytest.warns(UserWarning, match="reads images of 160 pixels.*image_size=224") as caught:
+        SimpleCNAPS.from_backbone("test_vit.r160_in1k")
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SimpleCNAPS.from_backbone("test_vit.r160_in1k", image_size=SIZE)
+
+
+STRONG = [record for record in available_checkpoints().values() if record.timm is not None]
+
+
+@pytest.mark.parametrize("record", STRONG, ids=lambda record: record.name)
+def test_timm_has_each_named_network_with_that_licence_and_size(record: CheckpointRecord) -> None:
+    settings = timm.get_pretrained_cfg(record.timm)
+    assert settings.license == record.licence.lower().replace(" ", "-")
+    assert settings.hf_hub_id == record.url.removeprefix("https://huggingface.co/")
+    with torch.device("meta"):
+        network = timm.create_model(record.timm)
+    assert sum(tensor.nbytes for tensor in network.state_dict().values()) == record.size
+
+
+@pytest.fixture
+def dinov2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with random weights of DINOv2's architecture, for images of 518 pixels."""
+    with hub_on_this_machine(monkeypatch, tmp_path / "cache") as hub:
+        network = seeded(lambda: timm.create_model("vit_small_patch14_dinov2.lvd142m"))
+        hub.commit("timm/vit_small_patch14_dinov2.lvd142m", {"model.safetensors": save(network.state_dict())})
+        yield hub
+
+
+def test_one_word_gives_a_strong_network_under_the_default_head(
+    dinov2: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        classifier = SimpleCNAPSClassifier("dinov2-small", device="cpu").fit(pictures(8), LABELS)
+    model = classifier.model_
+    assert (model.image_size, model.config["head"], model.config["adaptation"]) == (224, "auto", "none")
+    assert classifier.transform(pictures(2)).shape == (2, 384)
+    network = timm.create_model("vit_small_patch14_dinov2.lvd142m", pretrained=True, num_classes=0, img_size=224).eval()
+    images = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    mean, std = (torch.tensor(values)[:, None, None] for values in (network.pretrained_cfg[k] for k in ("mean", "std")))
+    with torch.no_grad():
+        wanted = network(((images + 1) / 2 - mean) / std)
+        torch.testing.assert_close(model.feature_extractor(images), wanted, rtol=1e-3, atol=1e-3)
+    requests = len(dinov2.server.requests)
+    classifier.save(tmp_path / "colours.safetensors")
+    restored = SimpleCNAPSClassifier.load(tmp_path / "colours.safetensors", device="cpu")
+    np.testing.assert_allclose(restored.predict_proba(pictures(2)), classifier.predict_proba(pictures(2)), rtol=1e-4)
+    assert len(dinov2.server.requests) == requests  # a saved classifier needs no connection
+
+
+def test_without_a_connection_a_strong_network_names_the_folder_for_a_copy(
+    dinov2: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Server(lambda handler: None) as gone:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", gone.url)
+    with pytest.raises(
+        DownloadError, match=r"'dinov2-base' cannot be fetched.*no connection.*models--timm--.*HF_HUB_CACHE"
+    ):
+        load_checkpoint("dinov2-base")
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ImportError, match=r"fewshot-mahalanobis\[backbones\]"):
+        load_checkpoint("dinov2-base")
