@@ -1,12 +1,10 @@
 """Which images are the same picture: the same again, compressed, mirrored or slightly cropped, by their aligned pixels.
 
-Images are compared as small colour pictures. One is moved and scaled along both axes until it fits the other (Lucas and
-Kanade, 1981; Baker and Matthews, 2004), as it is and mirrored, coarsely and then finely. They are the same picture if
-their edges then agree far better than those of an image and its nearest usually do, and their colours too. So pictures
-of different things are told apart however alike a network finds them.
-
-Only an image and its nearest are aligned, by a network's features, which change little when a picture is cropped, or by
-their pixels, as they are or mirrored, which change little when it is compressed.
+Images are compared as small pictures. Each is paired with the few that are nearest to it by a network's features and by
+its pixels, as they are or mirrored. The pictures of a pair that looks alike are laid over each other: one is moved and
+scaled along both axes until it fits the other (Lucas and Kanade, 1981; Baker and Matthews, 2004), coarsely and then
+finely. They are the same picture if their edges then agree but for what compression changes, and their colours too. So
+pictures of different things are told apart however alike a network finds them.
 """
 
 from __future__ import annotations
@@ -19,35 +17,35 @@ from torch.nn import functional as F
 
 __all__ = ["same_pictures", "small_pictures"]
 
-#: Sides of the small pictures: 7 kB each; and of the first, coarse comparison.
-SIDE, COARSE_SIDE = 48, 16
-#: Least agreement of the edges of two pictures, from -1 to 1, so that they are aligned finely.
-COARSE_AGREEMENT = 0.6
-#: The same picture disagrees by no more than this, 1 less its agreement...
-DISAGREEMENT = 0.03
-#: ... or than this times the square of the usual disagreement of an image and its nearest: pictures of 32 pixels that
-#: are compressed lose 0.1, where those of different things disagree by 0.8; drawn characters differ by 0.05, and
-#: usually by 0.5. Both were chosen on classes that are not for testing.
-USUAL_SHARE = 0.15
+#: Side of the small pictures, 7 kB each.
+SIDE = 48
+#: Edges of the same picture, 16 pixels wide, disagree by no more: compression of 32-pixel pictures loses 0.009. Those
+#: of different drawn characters disagree by 0.016 and more, of photographs by 0.1. Chosen on classes that are not for
+#: testing, and on solar cells.
+DISAGREEMENT = 0.01
 #: Mean colours of the same picture differ by no more, of 1.
 COLOUR = 0.04
-#: Edges that are rounding: without them all pictures of one even colour agree.
-_ROUNDING = 0.5 / 255
-#: Nearest pictures, by features, by pixels and by mirrored pixels, with which each is compared.
-_NEAREST = 3
-#: Steps of alignment, coarse and fine; and the most that a picture is scaled and moved, of half its side.
-_STEPS, _MOST_SCALE, _MOST_SHIFT = (6, 4), 1.18, 0.2
-#: Pairs aligned at a time, and rows of similarities.
-_PAIRS, _ROWS = 256, 256
+#: Nearest pictures with which each is paired, and the least correlation of their pixels, 8 pixels wide.
+_NEAREST, _CORRELATION = 3, 0.5
+#: Most disagreement of pictures that are coarsely aligned, so that they are aligned finely.
+_COARSE_DISAGREEMENT = 0.4
+#: Sides of the pictures that are correlated and of those that are coarsely aligned; steps of alignment.
+_CORRELATED_SIDE, _COARSE_SIDE = 8, 16
+_COARSE_STEPS, _FINE_STEPS = 4, 3
+#: The most that a picture is scaled, and moved, of half its side.
+_MOST_SCALE, _MOST_SHIFT = 1.18, 0.2
+#: Differences that compression and rounding make where a picture is even.
+_ROUNDING = 1.5 / 255
+#: Shares of red, green and blue in brightness.
+_BRIGHTNESS = (0.299, 0.587, 0.114)
+#: Images made small, rows of similarities and pairs aligned at a time.
+_IMAGES, _ROWS, _PAIRS = 8, 256, 64
 
 
 def small_pictures(images: Tensor) -> Tensor:
-    """Images (n, 3, h, w) in [-1, 1] as small, slightly blurred pictures, uint8 (n, 3, 48, 48) on the CPU."""
-    small = _shrunk(images.detach().cpu().float(), SIDE)
-    weights = torch.tensor([0.25, 0.5, 0.25])
-    padded = F.pad(small, (1, 1, 1, 1), mode="replicate").flatten(0, 1)[:, None]
-    blurred = F.conv2d(padded, torch.outer(weights, weights)[None, None]).view_as(small)
-    return blurred.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
+    """Images (n, 3, h, w) in [-1, 1] as small pictures, uint8 (n, 3, 48, 48) on the CPU."""
+    small = torch.cat([_shrunk(some.cpu().float(), SIDE) for some in images.split(_IMAGES)])
+    return small.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8).contiguous()
 
 
 def same_pictures(pictures: Tensor, features: Tensor) -> NDArray[np.int64]:
@@ -65,65 +63,68 @@ def same_pictures(pictures: Tensor, features: Tensor) -> NDArray[np.int64]:
     int64 ndarray of shape (p, 2)
         The smaller index first, in order. Of many copies of one picture, each is paired with some others.
     """
-    coarse = _shrunk(pictures.float() / 255, COARSE_SIDE)
-    pixels = coarse - coarse.mean(dim=(2, 3), keepdim=True)
-    mirrored, pixels, features = pixels.flip(3).flatten(1), pixels.flatten(1), features.detach().cpu().float()
-    pairs = _nearest((features, features), (pixels, pixels), (pixels, mirrored))
-    if len(pairs) == 0:
-        return pairs.numpy()
-    agreement, placed, mirrored = (
-        torch.cat(part) for part in zip(*(_coarsely_aligned(coarse, some) for some in pairs.split(_PAIRS)), strict=True)
-    )
-    most = max(DISAGREEMENT, USUAL_SHARE * float(1 - agreement.median()) ** 2)
-    close = (agreement > COARSE_AGREEMENT).nonzero()[:, 0]
-    same = [_same(pictures, pairs[some], placed[some], mirrored[some], most) for some in close.split(_PAIRS)]
-    return pairs[close[torch.cat(same)]].numpy()
+    if len(pictures) < 2:
+        return np.empty((0, 2), np.int64)
+    coarse = torch.cat([_shrunk(some.float() / 255, _COARSE_SIDE) for some in pictures.split(_PAIRS)])
+    pairs, mirrored = _alike(_shrunk(coarse, _CORRELATED_SIDE), features.detach().cpu().float())
+    grey, parts = _brightness(coarse), zip(pairs.split(_PAIRS), mirrored.split(_PAIRS), strict=True)
+    same = torch.cat([_same(pictures, grey, *part) for part in parts])
+    return pairs[same].unique(dim=0).numpy()
 
 
-def _nearest(*descriptions: tuple[Tensor, Tensor]) -> Tensor:
-    """Pairs (p, 2) of each image and its nearest others, by the angle of two descriptions (n, d), its and theirs."""
-    n = len(descriptions[0][0])
-    if n < 2:
-        return torch.empty(0, 2, dtype=torch.int64)
-    pairs = []
-    for own, others in descriptions:
-        x, y = F.normalize(own, dim=1), F.normalize(others, dim=1)
-        for rows in torch.arange(n).split(_ROWS):
-            similarity = x[rows] @ y.T
-            similarity[torch.arange(len(rows)), rows] = -torch.inf
-            nearest = similarity.topk(min(_NEAREST, n - 1), dim=1).indices
-            pairs.append(torch.stack([rows[:, None].expand_as(nearest), nearest], dim=2).flatten(0, 1))
-    return torch.cat(pairs).sort(dim=1).values.unique(dim=0)
+def _alike(tiny: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs (p, 2) of an image and its nearest that look alike, and whether so if one is mirrored, (p,)."""
+    n = len(tiny)
+    tiny = tiny - tiny.mean(dim=(2, 3), keepdim=True)
+    own, theirs = (F.normalize(F.pad(x.flatten(1), (0, 1), value=_ROUNDING), dim=1) for x in (tiny, tiny.flip(3)))
+    features = F.normalize(features, dim=1)
+    found = []
+    for rows in torch.arange(n).split(_ROWS):
+        correlation = torch.stack([own[rows] @ own.T, own[rows] @ theirs.T], dim=2)
+        similarity = correlation.amax(dim=2) + features[rows] @ features.T
+        similarity[torch.arange(len(rows)), rows] = -torch.inf
+        nearest = similarity.topk(min(_NEAREST, n - 1), dim=1).indices
+        alike = correlation.gather(1, nearest[:, :, None].expand(-1, -1, 2)) > _CORRELATION
+        row, rank, mirrored = alike.nonzero(as_tuple=True)
+        pairs = torch.stack([rows[row], nearest[row, rank]], dim=1).sort(dim=1).values
+        found.append(torch.cat([pairs, mirrored[:, None]], dim=1))
+    views = torch.cat(found).unique(dim=0)
+    return views[:, :2], views[:, 2].bool()
 
 
-def _coarsely_aligned(coarse: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Agreement of the pictures of each pair (p, 2), the place of the second, and whether the first is mirrored."""
-    first, second = coarse[pairs[:, 0]], coarse[pairs[:, 1]]
-    start = torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(len(pairs), 1)
-    views = (first, first.flip(3))
-    placed = [_aligned(view, second, start, _STEPS[0]) for view in views]
-    agreements = [_agreement(view, second, place)[0] for view, place in zip(views, placed, strict=True)]
-    agreement, mirrored = torch.stack(agreements).max(dim=0)
-    return agreement, torch.where(mirrored[:, None].bool(), placed[1], placed[0]), mirrored.bool()
+def _same(pictures: Tensor, coarse: Tensor, pairs: Tensor, mirrored: Tensor) -> Tensor:
+    """Whether the two pictures of each pair (p, 2), the first of them ``mirrored`` (p,) or not, are the same, (p,)."""
+    a, b = _pair(coarse, pairs, mirrored)
+    placed = _aligned(a, b, torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(len(pairs), 1), _COARSE_STEPS)
+    close = (_disagreement(a, *_moved(b, placed)) <= _COARSE_DISAGREEMENT).nonzero()[:, 0]
+
+    a, b = (_blurred(x.float() / 255) for x in _pair(pictures, pairs[close], mirrored[close]))
+    placed = _aligned(_brightness(a), _brightness(b), placed[close], _FINE_STEPS)
+    moved, inside = _moved(b, placed)
+    colour = (((a - moved) * inside).sum(dim=(2, 3)) / inside.sum(dim=(2, 3))).abs().amax(dim=1)
+    by = SIDE // _COARSE_SIDE
+    overlap = (F.avg_pool2d(inside, by) > 0.99).float()
+    disagreement = _disagreement(*(F.avg_pool2d(_brightness(x), by) for x in (a, moved)), overlap)
+    same = torch.zeros(len(pairs), dtype=torch.bool)
+    same[close] = (disagreement <= DISAGREEMENT) & (colour <= COLOUR)
+    return same
 
 
-def _same(pictures: Tensor, pairs: Tensor, placed: Tensor, mirrored: Tensor, most: float) -> Tensor:
-    """Whether the two pictures of each pair (p, 2) disagree by at most ``most`` when they are finely aligned, (p,)."""
-    a, b = (pictures[side].float() / 255 for side in pairs.T)
-    a = torch.where(mirrored[:, None, None, None], a.flip(3), a)
-    agreement, colour = _agreement(a, b, _aligned(a, b, placed, _STEPS[1]))
-    return (1 - agreement <= most) & (colour <= COLOUR)
+def _pair(pictures: Tensor, pairs: Tensor, mirrored: Tensor) -> tuple[Tensor, Tensor]:
+    """Both pictures of each pair (p, 2), the first mirrored or not, (p,)."""
+    first, second = pictures[pairs[:, 0]], pictures[pairs[:, 1]]
+    return torch.where(mirrored[:, None, None, None], first.flip(3), first), second
 
 
 def _aligned(a: Tensor, b: Tensor, placed: Tensor, steps: int) -> Tensor:
-    """Move and scale pictures b (p, 3, s, s) to fit a, from ``placed`` on, by Gauss-Newton steps.
+    """Move and scale grey pictures b (p, 1, s, s) to fit a, from ``placed`` on, by Gauss-Newton steps.
 
     ``placed`` (p, 4) has the scales along x and y and the shifts, in units of half the side: scale x + shift in b is x
     in a.
     """
-    side = a.shape[-1]
+    side, at = a.shape[-1], _coordinates(a.shape[-1])
     for _ in range(steps):
-        moved, inside, at = _moved(b, placed)
+        moved, inside = _moved(b, placed)
         dx = F.pad(moved[..., 2:] - moved[..., :-2], (1, 1)) * (side / 4) / placed[:, 0, None, None, None]
         dy = F.pad(moved[..., 2:, :] - moved[..., :-2, :], (0, 0, 1, 1)) * (side / 4) / placed[:, 1, None, None, None]
         slopes = (torch.stack([dx * at, dy * at[:, None], dx, dy], dim=1) * inside[:, None]).flatten(2)
@@ -137,33 +138,50 @@ def _aligned(a: Tensor, b: Tensor, placed: Tensor, steps: int) -> Tensor:
     return placed
 
 
-def _agreement(a: Tensor, b: Tensor, placed: Tensor) -> tuple[Tensor, Tensor]:
-    """How far the edges of a and of the moved b agree where they overlap, and the difference of their colours, (p,).
+def _disagreement(a: Tensor, b: Tensor, overlap: Tensor) -> Tensor:
+    """How far the edges of grey pictures (p, 1, s, s) disagree where they overlap, (p,), from 0 to 2.
 
-    Edges g and h agree by 2 g'h / (g'g + h'h): 1 if they are equal, less if they have another direction or contrast.
+    Edges g and h disagree by 1 - 2 g'h / (g'g + h'h): 0 if they are equal, more if they have another direction or
+    contrast.
     """
-    moved, inside, _ = _moved(b, placed)
-    area = inside.sum(dim=(1, 2, 3))
-    both = each = 3 * 2 * area * _ROUNDING**2
+    both = each = 2 * 2 * overlap.sum(dim=(1, 2, 3)) * _ROUNDING**2
     for dim in (2, 3):
         n = a.shape[dim] - 1
-        overlap = inside.narrow(dim, 0, n) * inside.narrow(dim, 1, n)
-        g, h = a.diff(dim=dim), moved.diff(dim=dim)
-        both = both + (2 * g * h * overlap).sum(dim=(1, 2, 3))
-        each = each + ((g.square() + h.square()) * overlap).sum(dim=(1, 2, 3))
-    colour = ((a - moved) * inside).sum(dim=(2, 3)) / area[:, None]
-    return both / each, colour.abs().amax(dim=1)
+        within = overlap.narrow(dim, 0, n) * overlap.narrow(dim, 1, n)
+        g, h = a.diff(dim=dim), b.diff(dim=dim)
+        both = both + (2 * g * h * within).sum(dim=(1, 2, 3))
+        each = each + ((g.square() + h.square()) * within).sum(dim=(1, 2, 3))
+    return 1 - both / each
 
 
-def _moved(b: Tensor, placed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pictures b at their places; 1 where they cover the square, (p, 1, s, s); coordinates of its columns, (s,)."""
+def _moved(b: Tensor, placed: Tensor) -> tuple[Tensor, Tensor]:
+    """Pictures b (p, c, s, s) at their places, and 1 where both they and the square have neighbours, (p, 1, s, s).
+
+    What lies beyond the border of a picture has a part in the pixels beside it.
+    """
     side = b.shape[-1]
-    at = (torch.arange(side) + 0.5) * (2 / side) - 1
+    at = _coordinates(side)
     x, y = (placed[:, axis, None] * at + placed[:, axis + 2, None] for axis in (0, 1))
     grid = torch.stack([x[:, None].expand(-1, side, -1), y[:, :, None].expand(-1, -1, side)], dim=3)
-    inside = (grid.abs() <= 1 - 1 / side).all(dim=3)[:, None].float()
-    return F.grid_sample(b, grid, padding_mode="border", align_corners=False), inside, at
+    within = (grid.abs() <= 1 - 3 / side).all(dim=3)[:, None].float()
+    inside = F.pad(within[..., 1:-1, 1:-1], (1, 1, 1, 1))
+    return F.grid_sample(b, grid, padding_mode="border", align_corners=False), inside
+
+
+def _coordinates(side: int) -> Tensor:
+    """Of the middles of pixels, from -1 to 1."""
+    return (torch.arange(side) + 0.5) * (2 / side) - 1
 
 
 def _shrunk(images: Tensor, side: int) -> Tensor:
     return F.interpolate(images, (side, side), mode="bilinear", antialias=True)
+
+
+def _blurred(pictures: Tensor) -> Tensor:
+    weights = torch.tensor([0.25, 0.5, 0.25])
+    padded = F.pad(pictures, (1, 1, 1, 1), mode="replicate").flatten(0, 1)[:, None]
+    return F.conv2d(padded, torch.outer(weights, weights)[None, None]).view_as(pictures)
+
+
+def _brightness(pictures: Tensor) -> Tensor:
+    return torch.einsum("pchw,c->phw", pictures, torch.tensor(_BRIGHTNESS))[:, None]
