@@ -103,10 +103,9 @@ def _same(pictures: Tensor, coarse: Tensor, pairs: Tensor, mirrored: Tensor) -> 
     moved, inside = _moved(b, placed)
     colour = (((a - moved) * inside).sum(dim=(2, 3)) / inside.sum(dim=(2, 3))).abs().amax(dim=1)
     by = SIDE // _COARSE_SIDE
-    overlap = (F.avg_pool2d(inside, by) > 0.99).float()
-    disagreement = _disagreement(*(F.avg_pool2d(_brightness(x), by) for x in (a, moved)), overlap)
+    a, b, overlap = (F.avg_pool2d(x, by) for x in (_brightness(a), _brightness(moved), inside))
     same = torch.zeros(len(pairs), dtype=torch.bool)
-    same[close] = (disagreement <= DISAGREEMENT) & (colour <= COLOUR)
+    same[close] = (_disagreement(a, b, (overlap > 0.99).float()) <= DISAGREEMENT) & (colour <= COLOUR)
     return same
 
 

@@ -51,7 +51,8 @@ def equal_rows(features: Tensor) -> NDArray[np.int64]:
         return found.numpy()
     different = x.new_ones(len(x), dtype=torch.bool).index_fill(0, found[:, 1], False)
     values = (x[different].sort(dim=0).values.diff(dim=0) > _ROUNDING).sum(dim=0) + 1
-    return (found if (values > different.sum() / 2).sum() >= _TELLING_COLUMNS else found[:0]).numpy()
+    telling = (values > different.sum() / 2).sum() >= _TELLING_COLUMNS
+    return (found.sort(dim=1).values if telling else found[:0]).numpy()
 
 
 def joined(n: int, pairs: NDArray[np.int64], names: Sequence[Any]) -> Tensor | None:

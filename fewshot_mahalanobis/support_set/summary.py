@@ -102,7 +102,7 @@ class SupportSummary:
     noun : str
         What the text calls an example: "image" where they are images.
     names : sequence of n, optional
-        Paths of the support images, where they are known.
+        Paths of the support images, where they are known. Summaries that differ in them alone are equal.
     """
 
     counts: dict[Any, int]
@@ -113,7 +113,7 @@ class SupportSummary:
     groups: list[list[int]] = field(default_factory=list)
     curve: LearningCurve | None = None
     noun: str = "example"
-    names: Sequence[str | None] | None = None
+    names: Sequence[str | None] | None = field(default=None, compare=False)
 
     @property
     def copies(self) -> int:

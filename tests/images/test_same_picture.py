@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +105,38 @@ def test_every_copy_is_recognised_and_nothing_else(kind: str, copy: str) -> None
     pictures, _ = described(images + [COPIES[copy](image) for image in images])
     features = torch.eye(n).repeat(2, 1)  # a network finds the copy nearest
     assert same_pictures(pictures, features).tolist() == [[i, i + n] for i in range(n)]
+
+
+def test_cells_that_differ_by_a_mark_are_told_apart_in_a_mixed_support_set_too() -> None:
+    rng, cells = np.random.default_rng(1), []
+    for i in range(8):
+        bright = np.full((200, 200), 170.0) + rng.normal(0, 3, (200, 200))
+        image = Image.fromarray(bright.astype(np.uint8))
+        draw = ImageDraw.Draw(image)
+        for x in (50, 100, 150):
+            draw.rectangle((x - 3, 0, x + 3, 200), fill=60)
+        x, y = 10 + 22 * i, 20 + 40 * (i % 4)
+        draw.rectangle((x, y, x + 9, y + 21), fill=70)
+        cells.append(image.convert("RGB"))
+    images = [*cells, *photographs(), *letters()]
+    assert same(images) == []
+    copies = [jpeg(cells[0]), COPIES["mirrored"](cells[1])]
+    assert same([*images, *copies]) == [[0, len(images)], [1, len(images) + 1]]
+
+
+def test_few_pictures_that_are_not_alike_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    aligned, pairs = same_picture._aligned, 0
+
+    def counted(a: torch.Tensor, *rest: Any) -> torch.Tensor:
+        nonlocal pairs
+        pairs += len(a)
+        return aligned(a, *rest)
+
+    monkeypatch.setattr(same_picture, "_aligned", counted)
+    noise = torch.rand(60, 3, 12, 12, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pictures = small_pictures(torch.nn.functional.interpolate(noise, (96, 96), mode="bicubic").clamp(-1, 1))
+    assert same_pictures(pictures, torch.eye(60)).shape == (0, 2)
+    assert pairs < 6
 
 
 def test_symmetric_letters_are_their_own_mirror_images_and_others_are_found_by_theirs() -> None:
