@@ -32,6 +32,7 @@ from fewshot_mahalanobis.research.evaluation.result import Accuracy
 from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.unknown import SIMILARITIES
 
 QUERIES = 3
 #: Far queries from each other set, and the rate of false rejections.
@@ -87,7 +88,7 @@ def excess(head: Head, episode: dict[str, Any], alone: bool) -> Array:
     support, queries = (
         Features(*(torch.from_numpy(episode[name][part]) for name in ("adapted", "frozen"))) for part in (0, 1)
     )
-    settings = {"unknown_label": -1, "false_rejection_rate": RATE, "similarities": not alone}
+    settings = {"unknown_label": -1, "false_rejection_rate": RATE, "similarities": () if alone else SIMILARITIES}
     fitted = FittedHead.fit(head, support, labels, **settings)
     assert fitted.outliers is not None
     return fitted.outlier_score(queries).numpy() - fitted.outliers.threshold

@@ -48,7 +48,7 @@ from fewshot_mahalanobis.support_set.labels import (
     label_kind,
 )
 from fewshot_mahalanobis.support_set.summary import SupportSummary
-from fewshot_mahalanobis.support_set.unknown import output_labels
+from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, output_labels
 from fewshot_mahalanobis.support_set.warn import warn_caller
 
 
@@ -171,7 +171,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     """
 
     _noun = "image"
-    _similarities = True
+    _similarities = SIMILARITIES
     _fitted: _Fitted
 
     def __init__(

@@ -119,7 +119,7 @@ class Fitted(_Record):
     temperature: float
     unknown_label: str | int | float | None
     threshold: float | None
-    units: tuple[tuple[float, float], ...] | None
+    units: dict[str, tuple[float, float]] | None
     group_names: list[str | int | float | None] | None = None
 
 

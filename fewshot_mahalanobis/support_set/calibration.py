@@ -8,6 +8,7 @@ probabilities (``gaussians/temperature.py``), and for the threshold of rejection
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -18,7 +19,7 @@ from fewshot_mahalanobis.gaussians.support import effective_counts, left_out_wei
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, OutlierScore
+from fewshot_mahalanobis.support_set.unknown import HEAD, OutlierScore, Similarity
 
 
 def calibrate(
@@ -30,7 +31,7 @@ def calibrate(
     temperature: float | str,
     false_rejection_rate: float,
     reject: bool,
-    similarities: bool,
+    similarities: Sequence[Similarity] = (),
 ) -> tuple[float, OutlierScore | None]:
     """Choose the temperature and, where queries may be rejected, fit the outlier score on a support set.
 
@@ -50,8 +51,8 @@ def calibrate(
         Share of the queries of known classes that the threshold is to reject, in (0, 1).
     reject : bool
         Whether to fit an outlier score.
-    similarities : bool
-        Whether that has the terms ``SIMILARITIES`` beside the head's.
+    similarities : sequence of Similarity
+        Terms that it has beside the head's.
 
     Returns
     -------
@@ -74,10 +75,9 @@ def calibrate(
         )
     if not paired.any() or not (reject or temperature == "auto"):
         return (1.0 if isinstance(temperature, str) else float(temperature)), None
-    terms = [(head, support.adapted)]
-    if reject and similarities:
-        terms += [(term.head, term.of(support)) for term in SIMILARITIES]
-    left_out = [_left_out(term, features, labels, groups)[paired] for term, features in terms]
+    left_out = {HEAD: _left_out(head, support.adapted, labels, groups)[paired]}
+    if reject:
+        left_out |= {term.name: _left_out(term.head, term.of(support), labels, groups)[paired] for term in similarities}
     support_labels, support_groups = labels, groups
     labels, groups = labels.cpu(), None if groups is None else groups.cpu()
     shrink = _shrink(labels, groups)[paired]
@@ -86,12 +86,12 @@ def calibrate(
         # What is common to all classes says nothing about the own one: no share of that may be taken off it alone.
         with torch.no_grad():
             common = head.common_distance(support.adapted, support_labels, support_groups).cpu().double()[paired]
-        logits = _as_far_as_queries(left_out[0], own, shrink ** (head.distance_power / 2), common)
+        logits = _as_far_as_queries(left_out[HEAD], own, shrink ** (head.distance_power / 2), common)
         temperature = fit_temperature(logits, own, weights[paired])
     if not reject:
         return float(temperature), None
     if head.distance_power == 2:
-        left_out[0] = _as_far_as_queries(left_out[0], own, shrink, torch.zeros_like(shrink))
+        left_out[HEAD] = _as_far_as_queries(left_out[HEAD], own, shrink, torch.zeros_like(shrink))
     return float(temperature), OutlierScore.fit(left_out, support, labels, false_rejection_rate, of_groups)
 
 

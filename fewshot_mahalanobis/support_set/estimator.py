@@ -24,6 +24,7 @@ from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead, Prediction
 from fewshot_mahalanobis.support_set.labels import label_array
 from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
+from fewshot_mahalanobis.support_set.unknown import Similarity
 
 
 class FittedHeadMixin(ClassifierMixin):
@@ -35,8 +36,8 @@ class FittedHeadMixin(ClassifierMixin):
 
     #: What ``summary`` calls an example.
     _noun: ClassVar[str] = "example"
-    #: Whether the outlier score compares features besides the head's logits.
-    _similarities: ClassVar[bool] = False
+    #: Terms of the outlier score beside the head's.
+    _similarities: ClassVar[tuple[Similarity, ...]] = ()
     temperature: float | str
     unknown_label: Any
     false_rejection_rate: float

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +17,10 @@ from fewshot_mahalanobis.support_set.calibration import calibrate
 from fewshot_mahalanobis.support_set.copies import joined, within_classes
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import warn_of_similar_labels
-from fewshot_mahalanobis.support_set.unknown import OutlierScore, output_labels
+from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, OutlierScore, Similarity, output_labels
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FittedHead:
     """A head fitted to the features of a support set, calibrated, with the names of its classes.
 
@@ -29,8 +32,6 @@ class FittedHead:
         As it was given. It chooses its settings anew when examples are added.
     settled : Head
         The same head with the settings that it chose on this support set.
-    state : object
-        What ``settled`` keeps of the support set.
     support : Features
         n support examples.
     labels : int64 Tensor of shape (n,)
@@ -47,11 +48,12 @@ class FittedHead:
         Support examples of equal number are left out together; None if each is a group of its own.
     group_names : list of n
         Names of groups that the user gave, None where they gave none.
+    state : object
+        What ``settled`` keeps of the support set.
     """
 
     head: Head[Any]
     settled: Head[Any]
-    state: Any
     support: Features
     labels: Tensor
     classes: NDArray[Any]
@@ -60,6 +62,12 @@ class FittedHead:
     outliers: OutlierScore | None
     groups: Tensor | None
     group_names: list[Any]
+    state: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        output_labels(self.classes, self.unknown_label)  # checked before it is used
+        with torch.no_grad():
+            self.state = self.settled.fit_groups(self.support.adapted, self.labels, self.groups)
 
     @classmethod
     def fit(
@@ -72,7 +80,7 @@ class FittedHead:
         temperature: float | str = 1.0,
         unknown_label: Any = None,
         false_rejection_rate: float = 0.05,
-        similarities: bool = True,
+        similarities: Sequence[Similarity] = SIMILARITIES,
         group_names: list[Any] | None = None,
         copies: NDArray[np.int64] | None = None,
     ) -> FittedHead:
@@ -93,8 +101,8 @@ class FittedHead:
             With it queries can be rejected, at a threshold from left-out support examples.
         false_rejection_rate : float
             Share of the queries of known classes that the threshold rejects by mistake, in (0, 1).
-        similarities : bool
-            Whether the outlier score adds similarities to the head's distance (``unknown.py``).
+        similarities : sequence of Similarity
+            What the outlier score adds to the head's distance (``unknown.py``).
         group_names : list of n, optional
             Examples of equal name are left out together, whatever their classes. None stands for no name.
         copies : int64 ndarray of shape (p, 2), optional
@@ -124,7 +132,7 @@ class FittedHead:
                 reject=unknown_label is not None,
                 similarities=similarities,
             )
-        return cls._of(
+        return cls(
             head=head,
             settled=settled,
             support=support,
@@ -136,15 +144,6 @@ class FittedHead:
             groups=groups,
             group_names=names,
         )
-
-    @classmethod
-    def _of(cls, **attributes: Any) -> FittedHead:
-        self = cls.__new__(cls)
-        self.__dict__.update(attributes)
-        output_labels(self.classes, self.unknown_label)  # checked before it is used
-        with torch.no_grad():
-            self.state = self.settled.fit_groups(self.support.adapted, self.labels, self.groups)
-        return self
 
     # ---------------------------------------------------------------- queries
 
@@ -223,15 +222,13 @@ class FittedHead:
     @classmethod
     def from_kept(cls, kept: dict[str, Any]) -> FittedHead:
         """Undo :meth:`kept`. ValueError if its parts do not fit together."""
-        attributes = {"groups": None, "group_names": [None] * len(kept["labels"]), **kept}  # older pickles have none
+        attributes = dict(kept)
         threshold, units = attributes.pop("threshold"), attributes.pop("units")
         outliers = None if threshold is None else OutlierScore(threshold, units, kept["support"], kept["labels"])
-        return cls._of(**attributes, outliers=outliers)
+        return cls(**attributes, outliers=outliers)
 
-    __getstate__ = kept
-
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__dict__.update(self.from_kept(kept).__dict__)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FittedHead.from_kept, (self.kept(),)
 
     def to(self, device: torch.device) -> FittedHead:
         """Move to a device; this object itself if it is there."""
@@ -239,15 +236,15 @@ class FittedHead:
             return self
         support, labels = self.support.to(device), self.labels.to(device)
         outliers = self.outliers and OutlierScore(self.outliers.threshold, self.outliers.units, support, labels)
-        moved = {
-            "head": copy.deepcopy(self.head).to(device),
-            "settled": copy.deepcopy(self.settled).to(device),
-            "support": support,
-            "labels": labels,
-            "outliers": outliers,
-            "groups": None if self.groups is None else self.groups.to(device),
-        }
-        return self._of(**{**{name: value for name, value in vars(self).items() if name != "state"}, **moved})
+        return replace(
+            self,
+            head=copy.deepcopy(self.head).to(device),
+            settled=copy.deepcopy(self.settled).to(device),
+            support=support,
+            labels=labels,
+            outliers=outliers,
+            groups=None if self.groups is None else self.groups.to(device),
+        )
 
 
 class Prediction(NamedTuple):

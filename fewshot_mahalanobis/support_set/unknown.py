@@ -18,7 +18,7 @@ Learning in a Random World", 2005), with leave-one-out in place of a split.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -41,8 +41,10 @@ _WANTED: dict[str, tuple[type, str]] = {
     "f": (Real, "a number"),
 }
 
-#: m_j and s_j / w_j of each term.
-Units = tuple[tuple[float, float], ...]
+#: m_j and s_j / w_j of each term by its name: ``HEAD`` or that of a :class:`Similarity`.
+Units = dict[str, tuple[float, float]]
+#: Name of the head's own term.
+HEAD = "head"
 
 
 class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
@@ -98,6 +100,7 @@ class _ExportedCentredCosine(nn.Module):
 class Similarity(NamedTuple):
     """One term of the outlier score: the cosine of an example and the class means, in some features."""
 
+    name: str  # in files; never given to another term
     head: Head[Any]
     of: Callable[[Features], Tensor]
     weight: float  # w_j
@@ -110,9 +113,9 @@ def _cube_roots(features: Features) -> Tensor:
 
 #: The terms of the outlier score beside the head's own. The last weight was chosen on validation classes.
 SIMILARITIES = (
-    Similarity(CosineHead(), lambda features: features.adapted, 1.0),
-    Similarity(CentredCosineHead(), lambda features: features.adapted, 1.0),
-    Similarity(CosineHead(), _cube_roots, 2.0),
+    Similarity("adapted_cosine", CosineHead(), lambda features: features.adapted, 1.0),
+    Similarity("centred_cosine", CentredCosineHead(), lambda features: features.adapted, 1.0),
+    Similarity("pretrained_cosine", CosineHead(), _cube_roots, 2.0),
 )
 
 
@@ -122,9 +125,9 @@ class OutlierScore:
     Parameters
     ----------
     threshold : float
-    units : sequence of (float, float), optional
-        m_j and s_j / w_j of the head's term and of each of ``SIMILARITIES``. Without them the score is the head's term
-        alone.
+    units : dict of str to (float, float), optional
+        m_j and s_j / w_j of each term that the score has: of "head", and of some of ``SIMILARITIES`` by their names.
+        Without them the score is the head's term alone.
     support : Features
         Support examples, with which queries are compared.
     labels : int64 Tensor of shape (n,)
@@ -132,19 +135,23 @@ class OutlierScore:
     Raises
     ------
     ValueError
-        A unit or the threshold is not finite, a unit is not positive, or their number is wrong.
+        A unit or the threshold is not finite, a unit is not positive, or there is no such term.
     """
 
     def __init__(self, threshold: float, units: Units | None, support: Features, labels: Tensor) -> None:
         if not math.isfinite(threshold):
             raise ValueError(f"the threshold of the outlier score must be finite, got {threshold!r}")
         self.threshold, self.units = float(threshold), units
-        self._states: list[Any] = []
+        self._terms: list[tuple[Similarity, Any]] = []
         if units is not None:
-            if len(units) != 1 + len(SIMILARITIES) or not all(math.isfinite(m) and 0 < s < math.inf for m, s in units):
+            known = {term.name: term for term in SIMILARITIES}
+            if missing := units.keys() - known.keys() - {HEAD}:
+                raise ValueError(f"the outlier score has terms that this version lacks, {sorted(missing)}: upgrade")
+            if HEAD not in units or not all(math.isfinite(m) and 0 < s < math.inf for m, s in units.values()):
                 raise ValueError(f"the outlier score cannot have the units {units}")
+            terms = [known[name] for name in units if name != HEAD]
             with torch.no_grad():
-                self._states = [term.head.fit(term.of(support), labels) for term in SIMILARITIES]
+                self._terms = [(term, term.head.fit(term.of(support), labels)) for term in terms]
 
     @torch.no_grad()
     def __call__(self, logits: Tensor, features: Features) -> Tensor:
@@ -152,15 +159,12 @@ class OutlierScore:
         if self.units is None:
             return self.of_head(logits)
         device = logits.device
-        terms = [
-            term.head.logits(state, term.of(features).to(device))
-            for term, state in zip(SIMILARITIES, self._states, strict=True)
-        ]
-        return standardised_sum([logits, *terms], self.units)
+        terms = {term.name: term.head.logits(state, term.of(features).to(device)) for term, state in self._terms}
+        return standardised_sum({HEAD: logits, **terms}, self.units)
 
     def export(self) -> nn.Module:
         """Return the score as a module, logits (m, k) and features -> (m,), in float32, for ONNX and torch.export."""
-        return _ExportedScore(self.threshold, self.units, self._states)
+        return _ExportedScore(self.threshold, self.units, self._terms)
 
     @staticmethod
     def of_head(logits: Tensor) -> Tensor:
@@ -170,7 +174,7 @@ class OutlierScore:
     @classmethod
     def fit(
         cls,
-        left_out: Sequence[Tensor],
+        left_out: Mapping[str, Tensor],
         support: Features,
         labels: Tensor,
         false_rejection_rate: float,
@@ -180,8 +184,8 @@ class OutlierScore:
 
         Parameters
         ----------
-        left_out : sequence of Tensors of shape (n', k)
-            Logits of left-out examples: the head's, and those of ``SIMILARITIES`` if the score has them.
+        left_out : mapping of str to Tensor of shape (n', k)
+            Logits of left-out examples by each term that the score has, by its name.
         support : Features
         labels : int64 Tensor of shape (n,)
         false_rejection_rate : float
@@ -189,11 +193,10 @@ class OutlierScore:
             Left-out examples of equal number count as one.
         """
         if len(left_out) == 1:
-            return cls(
-                rejection_threshold(cls.of_head(left_out[0]), false_rejection_rate, groups), None, support, labels
-            )
+            scores = cls.of_head(left_out[HEAD])
+            return cls(rejection_threshold(scores, false_rejection_rate, groups), None, support, labels)
         weights = None if groups is None else group_weights(groups)
-        units, n = score_units(left_out, weights), len(left_out[0]) if weights is None else float(weights.sum())
+        units, n = score_units(left_out, weights), len(left_out[HEAD]) if weights is None else float(weights.sum())
         # The units come from the left-out examples themselves: their squared deviations from the mean are
         # (1 - 1 / n) s_j^2 on average, those of queries (1 + 1 / n) s_j^2.
         scores = standardised_sum(left_out, units) * math.sqrt((n + 1) / (n - 1))
@@ -203,34 +206,34 @@ class OutlierScore:
 class _ExportedScore(nn.Module):
     """:class:`OutlierScore` without checks, in float32."""
 
-    def __init__(self, threshold: float, units: Units | None, states: Sequence[Any]) -> None:
+    def __init__(self, threshold: float, units: Units | None, terms: Sequence[tuple[Similarity, Any]]) -> None:
         super().__init__()
         self.threshold, self.units = threshold, units
+        self.terms = [term for term, _ in terms]
         with torch.no_grad():
-            self.heads = nn.ModuleList(term.head.export(state) for term, state in zip(SIMILARITIES, states))
+            self.heads = nn.ModuleList(term.head.export(state) for term, state in terms)
 
     def forward(self, logits: Tensor, features: Features) -> Tensor:
         if self.units is None:
             return -logits.amax(dim=1)
-        terms = [logits, *(head(term.of(features)) for head, term in zip(self.heads, SIMILARITIES, strict=True))]
-        return torch.stack([(-logit.amax(dim=1) - m) / s for logit, (m, s) in zip(terms, self.units, strict=True)]).sum(
-            0
-        )
+        terms = {term.name: head(term.of(features)) for head, term in zip(self.heads, self.terms, strict=True)}
+        terms[HEAD] = logits
+        return torch.stack([(-terms[name].amax(dim=1) - m) / s for name, (m, s) in self.units.items()]).sum(0)
 
 
-def standardised_sum(logits: Sequence[Tensor], units: Units) -> Tensor:
+def standardised_sum(logits: Mapping[str, Tensor], units: Units) -> Tensor:
     """Sum (m,) of the standardised terms by the logits (m, k) of each."""
-    parts = [(OutlierScore.of_head(term) - mean) / unit for term, (mean, unit) in zip(logits, units, strict=True)]
+    parts = [(OutlierScore.of_head(logits[name]) - mean) / unit for name, (mean, unit) in units.items()]
     return torch.stack(parts).sum(dim=0)
 
 
-def score_units(left_out: Sequence[Tensor], weights: Tensor | None = None) -> Units:
+def score_units(left_out: Mapping[str, Tensor], weights: Tensor | None = None) -> Units:
     """m_j and s_j / w_j of every term by its logits (n, k) of at least two left-out examples, of weights (n,).
 
     s_j is 1 where all scores are equal but for rounding, as with cosines of copies.
     """
-    units = []
-    for logits, factor in zip(left_out, (1.0, *(term.weight for term in SIMILARITIES)), strict=True):
+    units, factors = Units(), {HEAD: 1.0, **{term.name: term.weight for term in SIMILARITIES}}
+    for name, logits in left_out.items():
         score = OutlierScore.of_head(logits)
         if weights is None:
             mean, std = float(score.mean()), float(score.std())
@@ -238,8 +241,8 @@ def score_units(left_out: Sequence[Tensor], weights: Tensor | None = None) -> Un
             n = float(weights.sum())
             mean = float(weights @ score) / n
             std = math.sqrt(float(weights @ (score - mean).square()) / (n - 1))
-        units.append((mean, (std if std > 1e-6 * abs(mean) else 1.0) / factor))
-    return tuple(units)
+        units[name] = mean, (std if std > 1e-6 * abs(mean) else 1.0) / factors[name]
+    return units
 
 
 def rejection_threshold(scores: Tensor, false_rejection_rate: float, groups: Tensor | None = None) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,7 @@ from fewshot_mahalanobis.support_set.calibration import calibrate
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.unknown import (
+    SIMILARITIES,
     CentredCosineHead,
     OutlierScore,
     output_labels,
@@ -553,9 +555,10 @@ def test_what_is_saved_is_what_was_fitted_whatever_was_set_since(model: SimpleCN
         ("fitted", "threshold", None, "threshold of None with unknown_label='none of these'"),
         ("fitted", "threshold", True, r"fitted\.threshold"),
         ("fitted", "extra", 1.0, "unknown field `extra`"),
-        ("fitted", "units", [[0.0, 1.0]], "cannot have the units"),
-        ("fitted", "units", [[0.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]], "cannot have the units"),
-        ("fitted", "units", [[0.0, 1.0], [float("nan"), 1.0], [0.0, 1.0], [0.0, 1.0]], "cannot have the units"),
+        ("fitted", "units", {"adapted_cosine": [0.0, 1.0]}, "cannot have the units"),
+        ("fitted", "units", {"head": [0.0, 0.0]}, "cannot have the units"),
+        ("fitted", "units", {"head": [0.0, 1.0], "adapted_cosine": [float("nan"), 1.0]}, "cannot have the units"),
+        ("fitted", "units", {"head": [0.0, 1.0], "depth": [0.0, 1.0]}, r"terms that this version lacks, \['depth'\]"),
         ("fitted", "unknown_label", None, "with unknown_label=None"),
         ("fitted", "unknown_label", 3, "give a string"),
         ("fitted", "unknown_label", "red", "label of a class"),
@@ -571,13 +574,36 @@ def test_what_is_saved_is_what_was_fitted_whatever_was_set_since(model: SimpleCN
 def test_a_file_whose_calibration_cannot_be_is_refused(
     part: str, name: str, value: Any, message: str, saved: Path, tmp_path: Path
 ) -> None:
+    def forge(header: dict[str, Any]) -> None:
+        header[part][name] = value
+
+    rewrite(saved, tmp_path / "forged", forge)
+    with pytest.raises(ValueError, match=message):
+        SimpleCNAPSClassifier.load(tmp_path / "forged", device="cpu")
+
+
+def rewrite(saved: Path, path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     with safe_open(saved, "pt") as file:
         metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     header = json.loads(metadata["classifier"])
-    header[part][name] = value
-    save_file(tensors, tmp_path / "forged", metadata={**metadata, "classifier": json.dumps(header)})
-    with pytest.raises(ValueError, match=message):
-        SimpleCNAPSClassifier.load(tmp_path / "forged", device="cpu")
+    change(header)
+    save_file(tensors, path, metadata={**metadata, "classifier": json.dumps(header)})
+
+
+def test_a_file_from_before_a_term_was_added_answers_as_it_did(saved: Path, tmp_path: Path) -> None:
+    rewrite(saved, tmp_path / "before", lambda header: header["fitted"]["units"].pop("centred_cosine"))
+    before = SimpleCNAPSClassifier.load(tmp_path / "before", device="cpu")
+    outliers, queries = before.fitted_head_.outliers, pictures(4, 2)
+    assert outliers is not None
+    assert outliers.units is not None
+    terms = {term.name: term for term in SIMILARITIES if term.name in outliers.units}
+    assert [*outliers.units] == ["head", "adapted_cosine", "pretrained_cosine"]
+    features, fitted = before.features(queries), before.fitted_head_
+    logits = {"head": fitted.logits(features.adapted)}
+    for name, term in terms.items():
+        logits[name] = term.head(term.of(fitted.support), fitted.labels, term.of(features))
+    expected = sum((-logits[name].double().amax(1) - m) / s for name, (m, s) in outliers.units.items())
+    np.testing.assert_allclose(before.outlier_score(queries), expected, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -610,7 +636,7 @@ def test_nothing_is_left_out_where_nothing_is_asked_for() -> None:
             raise AssertionError("leaving out costs as much as two fits")
 
     features, labels, _ = make_task(3, [2, 2], 4)
-    settings = {"temperature": 2.0, "false_rejection_rate": 0.05, "reject": False, "similarities": True}
+    settings = {"temperature": 2.0, "false_rejection_rate": 0.05, "reject": False}
     assert calibrate(Unasked(), Features(features), labels, **settings) == (2.0, None)
 
 
