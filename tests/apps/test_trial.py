@@ -58,7 +58,7 @@ SESSION: dict[str, tuple[int, list[str]]] = {
     "fti motifs -o motifs.safetensors": (2, ["No such command 'fti'. Did you mean 'fit'?"]),
     "fit motifs -o motifs.safetensors --chekpoint default": (2, ["No such option: --chekpoint", "--checkpoint"]),
     "fit motifs -o motifs.safetensors --checkpoint defualt": (1, ["'defualt'. Did you mean 'default'?"]),
-    "fit motifs -o motifs.safetensors --head mahalanobsi": (1, ["'mahalanobis'", "got 'mahalanobsi'"]),
+    "fit motifs -o motifs.safetensors --head mahalanobsi": (1, ["one of auto, mahalanobis, ", "got 'mahalanobsi'"]),
     "fit motfis -o motifs.safetensors": (1, ["no folder 'motfis'", "a sub-folder of images for each class"]),
     "fit motifs -o models/motifs.safetensors": (1, ["there is no folder models. Make it first"]),
     "predict motfis.safetensors new": (1, ["motfis.safetensors"]),
