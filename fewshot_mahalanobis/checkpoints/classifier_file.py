@@ -14,7 +14,7 @@ The file has these tensors:
 Weights and FiLM parameters are float16 where that is lossless. The metadata has ``format`` and, as JSON in
 ``classifier``, a :class:`Header`: the constructor's arguments, and what :meth:`FittedHead.kept` returns beside tensors.
 
-To change the format, raise ``VERSION`` and add a function that turns a header of the version before into the next.
+To change the format after 0.1.0, raise ``VERSION`` and read the earlier one too.
 
 Nothing is unpickled, and what a file claims is compared with what the model needs before memory is spent on it.
 """
@@ -28,7 +28,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
-from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights, stored_weights
+from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights
 from fewshot_mahalanobis.heads import describe_head, make_head
 from fewshot_mahalanobis.images.ranges import checked_range
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device
@@ -51,7 +51,7 @@ from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.labels import checked_labels
 
-FORMAT, VERSION = "fewshot_mahalanobis.SimpleCNAPSClassifier", 3
+FORMAT, VERSION = "fewshot_mahalanobis.SimpleCNAPSClassifier", 1
 #: Limit on the memory that a file's labels take as an array: a hostile file can claim a dtype of any width.
 MAX_LABEL_BYTES = 2**28
 
@@ -96,8 +96,8 @@ class Parameters(_Record):
     false_rejection_rate: float
     n_jobs: int | None
     verbose: int
-    value_range: tuple[float, float] | None = None  # absent from files before it was an argument
-    image_size: int | None = None
+    value_range: tuple[float, float] | None
+    image_size: int | None
 
 
 class Labels(_Record):
@@ -120,7 +120,7 @@ class Fitted(_Record):
     unknown_label: str | int | float | None
     threshold: float | None
     units: dict[str, tuple[float, float]] | None
-    group_names: list[str | int | float | None] | None = None
+    group_names: list[str | int | float | None] | None
 
 
 class Header(_Record):
@@ -130,7 +130,7 @@ class Header(_Record):
     and ``fitted`` were not.
     """
 
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=1)]
     digest: str
     model: dict[str, Any]
     checkpoint: str | None
@@ -267,15 +267,14 @@ def read_classifier(
     try:
         with torch.device("meta"):  # what the file is compared with takes no memory
             adapted = any(name.startswith("film.") for name in names)
-            expected = {f"model.{name}": tensor for name, tensor in stored_weights(model, header.model).items()}
+            expected = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
             expected["support_features"] = torch.empty(*shots[:1], model.feature_extractor.out_features)
             expected["support_labels"] = torch.empty(*shots[:1], dtype=torch.int64)
             if "support_groups" in names:
                 expected["support_groups"] = expected["support_labels"]
-            for name in ("unadapted_features", "frozen_features"):  # the second is its name in version 2
-                if name in names:
-                    expected[name] = expected["support_features"]
+            if "unadapted_features" in names:
+                expected["unadapted_features"] = expected["support_features"]
         tensors = read_tensors(path, expected)
         if header.digest != _digest(tensors):
             raise ValueError("its contents do not match their digest")
@@ -298,30 +297,9 @@ def _read_header(path: Path, text: str) -> Header:
             "upgrade fewshot_mahalanobis"
         )
     try:
-        return msgspec.convert(_from_version_2(values) if version == 2 else values, Header)
-    except (msgspec.ValidationError, KeyError, TypeError, AttributeError) as error:
+        return msgspec.convert(values, Header)
+    except msgspec.ValidationError as error:
         raise ValueError(f"{path} is incomplete or damaged, its header is wrong: {error}") from error
-
-
-def _from_version_2(values: dict[str, Any]) -> dict[str, Any]:
-    """Header of version 3 for one of version 2, which had no settled head and its threshold under ``calibration``."""
-    parameters = {name: value for name, value in values["parameters"].items() if name != "refine"}
-    head = parameters["head"]
-    if isinstance(head, dict):  # only a Mahalanobis head could be an object with settings
-        parameters["head"] = {"name": "mahalanobis", **head}
-    means = values.get("means")
-    return {
-        **{name: value for name, value in values.items() if name not in ("calibration", "means")},
-        "parameters": parameters,
-        "precision": parameters["precision"],
-        "fitted": {
-            "head": parameters["head"],
-            "settled": None if means is None else {"name": "auto", "settings": means},
-            "unknown_label": parameters["unknown_label"],
-            "units": None,
-            **values["calibration"],
-        },
-    }
 
 
 def _state(
@@ -352,8 +330,7 @@ def _state(
     if len(group_names) != len(labels):
         raise ValueError(f"{len(group_names)} names of groups of {len(labels)} support images")
     head = make_head(fitted.head, model.config, model.head).to(target)
-    unadapted = tensors.get("unadapted_features", tensors.get("frozen_features"))
-    support = Features(tensors["support_features"], unadapted).to(target)
+    support = Features(tensors["support_features"], tensors.get("unadapted_features")).to(target)
     if fitted.settled is None:
         settled = head.settled(support.adapted, labels.to(target), None if groups is None else groups.to(target))
     else:

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
 from fewshot_mahalanobis.checkpoints.interrupts import held_signals
-from fewshot_mahalanobis.checkpoints.model import checked_settings, fill, model_without_weights, stored_weights
+from fewshot_mahalanobis.checkpoints.model import checked_settings, fill, model_without_weights
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
-#: Version 2 has weights in int8.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 #: A fitted classifier in a Hub repository.
 CLASSIFIER = "classifier.safetensors"
@@ -152,8 +151,7 @@ def write_folder(
         # In int8 the features of a pretrained network may leave its fingerprint.
         pretrained = dtype == torch.int8 and name.startswith("feature_extractor.network.")
         tensors |= _to_storage(name, tensor, torch.float16 if pretrained else dtype)
-    version = FORMAT_VERSION if dtype == torch.int8 else 1  # earlier versions of the package read it
-    config = json.dumps({"format_version": version, **settings}, indent=2, allow_nan=False) + "\n"
+    config = json.dumps({"format_version": FORMAT_VERSION, **settings}, indent=2, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (
@@ -205,7 +203,7 @@ def read_checkpoint(folder: str | os.PathLike[str], backbone: SimpleCNAPS | nn.M
     folder = Path(folder)
     config = read_config(folder)
     model = model_without_weights(config, str(folder / CONFIG), backbone)
-    weights = read_tensors(folder / WEIGHTS, stored_weights(model, config))
+    weights = read_tensors(folder / WEIGHTS, model.state_dict())
     check_finite(folder / WEIGHTS, weights)
     try:
         return fill(model, weights)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0, LITE_B0, MEANS, EfficientNet
+from fewshot_mahalanobis.networks.efficientnet import LITE0, MEANS, EfficientNet
 from fewshot_mahalanobis.networks.pooling import Statistic, read_statistics
 from fewshot_mahalanobis.networks.pretrained import is_timm_name, timm_network
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -24,9 +24,6 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 Colours = Annotated[list[float], msgspec.Meta(min_length=3, max_length=3)]
 Positions = Annotated[list[str], msgspec.Meta(min_length=1)]
 Description = TypeVar("Description")
-
-#: Before 0.1.0, files had an EfficientNet as a network of timm, with this tensor that nothing needs.
-_FINGERPRINT = "feature_extractor.fingerprint"
 
 
 class BackboneSettings(msgspec.Struct, forbid_unknown_fields=True):
@@ -87,15 +84,7 @@ def checked_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         if "unknown field" in str(error):
             remedy = ". If another version of fewshot_mahalanobis wrote it, fit or train with this one and save again"
         raise CheckpointError(f"{source}: {error}{remedy}") from error
-    if _is_older_efficientnet(settings):
-        older = settings["backbone"]
-        positions = {"positions": older["positions"]} if "positions" in older else {}
-        settings["backbone"] = {"network": older["timm"], **positions}
     return settings
-
-
-def _is_older_efficientnet(config: Mapping[str, Any]) -> bool:
-    return config.get("backbone", {}).get("timm") in (LITE0, LITE_B0)
 
 
 def model_without_weights(
@@ -168,14 +157,6 @@ def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Modu
     )
 
 
-def stored_weights(model: SimpleCNAPS, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights that a file with these settings holds: names, shapes and types."""
-    weights = model.state_dict()
-    if _is_older_efficientnet(config):
-        weights[_FINGERPRINT] = torch.empty(model.feature_extractor.out_features, device="meta")
-    return weights
-
-
 def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     """Give a model of :func:`model_without_weights` its weights, and set evaluation mode.
 
@@ -183,7 +164,7 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     ----------
     model : SimpleCNAPS
     weights : mapping of str to Tensor
-        Those of :func:`stored_weights`, in their shapes. The model takes the tensors themselves, floating-point ones in
+        Those of ``model.state_dict()``, in their shapes. The model takes the tensors themselves, floating-point ones in
         float32.
 
     Raises
@@ -193,9 +174,7 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     """
     backbone = model.feature_extractor
     weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in weights.items()}
-    if isinstance(backbone, EfficientNet):
-        weights.pop(_FINGERPRINT, None)
-    elif isinstance(backbone, Backbone) and any(parameter.is_meta for parameter in backbone.network.parameters()):
+    if isinstance(backbone, Backbone) and any(parameter.is_meta for parameter in backbone.network.parameters()):
         network = timm_network(str(backbone.timm), backbone.image_size, pretrained=False)  # now with memory
         backbone.network = network.requires_grad_(False).eval()
     model.load_state_dict(weights, assign=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import pickle
 from pathlib import Path
@@ -194,60 +193,14 @@ def test_files_that_are_no_saved_classifier_are_refused(fitted: SimpleCNAPSClass
     tensors, header = load_file(good), json.loads(metadata["classifier"])
     save_file(tensors, bad, {**metadata, "classifier": json.dumps({**header, "version": 99})})
     assert_refused("newer version .* upgrade")
+    save_file(tensors, bad, {**metadata, "classifier": json.dumps({**header, "version": 0})})
+    assert_refused(r"its header is wrong: .* `\$\.version`")
     save_file(tensors, bad, {**metadata, "classifier": "{"})
     assert_refused("damaged header")
     save_file(tensors, bad, {**metadata, "classifier": json.dumps({k: v for k, v in header.items() if k != "labels"})})
     assert_refused("incomplete")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         SimpleCNAPSClassifier.load(tmp_path / "nowhere")
-
-
-# -------------------------------------------------------------------- earlier versions
-
-
-def as_version_2(path: Path) -> None:
-    """Rewrite a saved classifier as version 2 had it."""
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = {name.replace("unadapted_", "frozen_"): tensor for name, tensor in load_file(path).items()}
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
-        digest.update(tensors[name].numpy().tobytes())
-    header = {**json.loads(metadata["classifier"]), "version": 2, "digest": digest.hexdigest()}
-    fitted = header.pop("fitted")
-    header.pop("precision")
-    if isinstance(header["parameters"]["head"], dict):
-        assert header["parameters"]["head"].pop("name") == "mahalanobis"
-    header["parameters"]["refine"] = 0
-    header["calibration"] = {name: fitted[name] for name in ("temperature", "threshold", "units")}
-    header["means"] = fitted["settled"] and fitted["settled"]["settings"]
-    save_file(tensors, path, {**metadata, "classifier": json.dumps(header)})
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"unknown_label": "none", "temperature": "auto"},
-        {"adapt": False, "unknown_label": "none"},
-        {"head": "mahalanobis"},
-        {"head": MahalanobisHead(RegularizedCovariance(2.0, False), 0.25)},
-    ],
-    ids=["adapted", "rejecting", "unadapted", "paper's head", "head object"],
-)
-def test_a_file_of_version_2_loads_and_answers_alike(
-    arguments: dict[str, Any], model: SimpleCNAPS, support: Pictures, queries: Pictures, tmp_path: Path
-) -> None:
-    classifier = SimpleCNAPSClassifier(model, precision="float32", **arguments).fit(support, SUPPORT_LABELS)
-    path = tmp_path / "old.safetensors"
-    classifier.save(path)
-    as_version_2(path)
-    loaded = SimpleCNAPSClassifier.load(path, device="cpu")
-    assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
-    assert (loaded.predict(queries) == classifier.predict(queries)).all()
-    assert (loaded.outlier_score(queries) == classifier.outlier_score(queries)).all()
-    assert (loaded.threshold_, loaded.temperature_) == (classifier.threshold_, classifier.temperature_)
 
 
 def test_saving_and_pickling_keep_the_same_state(model: SimpleCNAPS, support: Pictures, tmp_path: Path) -> None:

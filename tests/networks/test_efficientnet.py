@@ -13,7 +13,6 @@ import pytest
 import timm
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
@@ -200,31 +199,6 @@ def test_a_position_that_is_no_batch_norm_is_refused():
 def test_mean_and_std_of_a_known_network_are_not_arguments():
     with pytest.raises(ValueError, match="leave out mean and std"):
         SimpleCNAPS.from_backbone(LITE0, mean=(0.5,) * 3)
-
-
-@pytest.mark.parametrize("name", [LITE0, LITE_B0])
-def test_files_of_before_0_1_0_that_describe_it_as_a_network_of_timm_are_read(name, tmp_path):
-    if name == LITE0:
-        model = SimpleCNAPS.from_backbone(LITE0, image_size=64, adaptation="film")
-    else:
-        backbone = EfficientNet.of_weights(LITE_B0, EfficientNetLayers(True).state_dict(), 64, None)
-        model = SimpleCNAPS(image_size=64, backbone=backbone).eval()
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    new = config["backbone"]
-    assert new == {"network": name, "positions": [*model.feature_extractor.film_positions]}
-    half = [0.5, 0.5, 0.5]
-    config["backbone"] = {"timm": name, "features": 1280, "mean": half, "std": half, "positions": new["positions"]}
-    weights = load_file(tmp_path / "model.safetensors")
-    save_file({**weights, "feature_extractor.fingerprint": torch.zeros(1280)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="unexpected"):
-        load_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    again = load_checkpoint(tmp_path)
-    assert again.config == model.config
-    images = drawn_images()
-    with torch.no_grad():
-        assert torch.equal(again.feature_extractor(images), model.feature_extractor(images))
 
 
 def test_weights_that_a_dependency_brings_are_in_no_checkpoint(model):
