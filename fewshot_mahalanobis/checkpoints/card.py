@@ -105,7 +105,7 @@ def model_card(
     """Markdown that describes a fitted classifier; ``strips`` are picture files of classes, by their index."""
     parameters, config = state.parameters, state.model.config
     backbone = config.get("backbone", {"network": "FiLM ResNet18 of Simple CNAPS"})
-    of_timm = backbone.get("timm")
+    of_timm = backbone.get("origin")
     network = of_timm or backbone.get("network")
     head, unknown = parameters["head"], state.fitted_head.unknown_label
     settings: dict[str, Any] = {

@@ -183,9 +183,9 @@ def _default_card(settings: Mapping[str, Any]) -> str:
         about = "The backbone is a custom network: `load_checkpoint(name, backbone=network)`.\n\n"
         if "network" in backbone:
             about = f"The backbone is `{backbone['network']}`; the terms of its weights apply.\n\n"
-        elif backbone["timm"] is not None:
+        elif backbone["origin"] is not None:
             extra = "backbones"
-            about = f"The backbone is timm's `{backbone['timm']}`; the terms of those weights apply.\n\n"
+            about = f"The backbone is timm's `{backbone['origin']}`; the terms of those weights apply.\n\n"
     rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
     return _DEFAULT_CARD.format(kind=kind, install=install_command(extra), backbone=about, settings=rows)
 

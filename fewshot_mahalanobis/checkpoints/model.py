@@ -29,7 +29,7 @@ Description = TypeVar("Description")
 class BackboneSettings(msgspec.Struct, forbid_unknown_fields=True):
     """``Backbone.description``."""
 
-    timm: Annotated[str, msgspec.Meta(max_length=200)] | None
+    origin: Annotated[str, msgspec.Meta(max_length=200)] | None
     features: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     mean: Colours
     std: Colours
@@ -113,10 +113,10 @@ def model_without_weights(
     if isinstance(backbone, SimpleCNAPS):
         extractor: Any = backbone.feature_extractor
         backbone = getattr(extractor, "network", extractor)
-    any_network = description is not None and "timm" in description
+    any_network = description is not None and "origin" in description
     if backbone is not None and not any_network:
         raise CheckpointError(f"{source}: this is Simple CNAPS on its own network: it takes no other")
-    if backbone is None and any_network and description["timm"] is None:
+    if backbone is None and any_network and description["origin"] is None:
         raise CheckpointError(
             f"{source}: the backbone is a custom network, whose code is in no file: pass it as backbone=network"
         )
@@ -138,21 +138,21 @@ def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Modu
     if "network" in description:
         with torch.device("meta"):
             return EfficientNet(description["network"], image_size, positions, pooling)
-    timm = description["timm"]
+    origin = description["origin"]
     if network is not None:
         network = copy.deepcopy(network).float()
-    elif not is_timm_name(timm):  # a file could name "hf-hub:..." or "local-dir:...", which timm would fetch and read
-        raise ValueError(f"this version of timm has no network {timm!r}: upgrade timm")
+    elif not is_timm_name(origin):  # a file could name "hf-hub:..." or "local-dir:...", which timm would fetch and read
+        raise ValueError(f"this version of timm has no network {origin!r}: upgrade timm")
     else:
         with torch.device("meta"):
-            network = timm_network(timm, image_size, pretrained=False)
+            network = timm_network(origin, image_size, pretrained=False)
     return Backbone(
         network,
         description["features"],
         image_size=image_size,
         mean=description["mean"],
         std=description["std"],
-        timm=timm,
+        origin=origin,
         positions=positions,
     )
 
@@ -175,7 +175,7 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     backbone = model.feature_extractor
     weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in weights.items()}
     if isinstance(backbone, Backbone) and any(parameter.is_meta for parameter in backbone.network.parameters()):
-        network = timm_network(str(backbone.timm), backbone.image_size, pretrained=False)  # now with memory
+        network = timm_network(str(backbone.origin), backbone.image_size, pretrained=False)  # now with memory
         backbone.network = network.requires_grad_(False).eval()
     model.load_state_dict(weights, assign=True)
     cast(nn.Module, model.feature_extractor).requires_grad_(False)

@@ -44,8 +44,8 @@ class Backbone(FrozenNetwork):
         s, in pixels.
     mean, std : sequences of 3 floats
         By channel, of images from 0 to 1: the network reads (image - mean) / std.
-    timm : str, optional
-        The name by which timm makes this network; None for any other.
+    origin : str, optional
+        Name by which timm makes this network; None for any other network.
     positions : sequence of str, optional
         Normalisation layers that FiLM follows; none by default.
 
@@ -72,14 +72,14 @@ class Backbone(FrozenNetwork):
         image_size: int,
         mean: Sequence[float],
         std: Sequence[float],
-        timm: str | None = None,
+        origin: str | None = None,
         positions: Sequence[str] = (),
     ) -> None:
         super().__init__(network, image_size)
         self.mean, self.std = _three_numbers("mean", mean), _three_numbers("std", std)
         if min(self.std) <= 0:
             raise ValueError(f"std must be positive, not {self.std}")
-        self.timm = timm
+        self.origin = origin
         self._affine = [*affine_norms(network)]  # until a forward pass shows which are called once
         self._default_positions: list[str] = []
         self.film_positions = self._checked_positions(positions)
@@ -97,7 +97,8 @@ class Backbone(FrozenNetwork):
     @property
     def description(self) -> dict[str, Any]:
         """Entry ``backbone`` of ``config.json``."""
-        description = {"timm": self.timm, "features": self.out_features, "mean": list(self.mean), "std": list(self.std)}
+        colours = {"mean": list(self.mean), "std": list(self.std)}
+        description = {"origin": self.origin, "features": self.out_features, **colours}
         return {**description, "positions": list(self.film_positions)} if self.film_positions else description
 
     # ---------------------------------------------------------------- making one
@@ -142,14 +143,14 @@ class Backbone(FrozenNetwork):
         image_size: int,
         mean: Sequence[float],
         std: Sequence[float],
-        timm: str | None = None,
+        origin: str | None = None,
         positions: Sequence[str] | None = (),
     ) -> Backbone:
         """Wrap a network and run it once, to learn d and its norms, and to refuse what could not serve.
 
         Parameters
         ----------
-        network, image_size, mean, std, timm
+        network, image_size, mean, std, origin
             As for the class.
         positions : sequence of str, optional
             Normalisation layers that FiLM follows; None finds them by rule.
@@ -160,7 +161,7 @@ class Backbone(FrozenNetwork):
             The network cannot read such images; its features are not finite, or depend on the other images of a batch;
             or FiLM cannot follow one of ``positions``.
         """
-        backbone = cls(network, 0, image_size=image_size, mean=mean, std=std, timm=timm)
+        backbone = cls(network, 0, image_size=image_size, mean=mean, std=std, origin=origin)
         features = backbone._traced_features()
         if not torch.isfinite(features).all():
             raise ValueError("the backbone gives NaN or infinite features")
@@ -182,7 +183,7 @@ class Backbone(FrozenNetwork):
         features = self._traced_features()[0]
         self._checked_positions([*self.film_positions])
         if features.shape != self.fingerprint.shape or not _alike(features, self.fingerprint):
-            whose = "the network that was given" if self.timm is None else f"timm's {self.timm!r} in this version"
+            whose = "the network that was given" if self.origin is None else f"timm's {self.origin!r} in this version"
             raise ValueError(f"{whose} computes other features from the saved weights than the network that was saved")
 
     def _checked_positions(self, positions: Sequence[str]) -> dict[str, int]:
@@ -248,7 +249,7 @@ class Backbone(FrozenNetwork):
             image_size=self.image_size,
             mean=self.mean,
             std=self.std,
-            timm=self.timm,
+            origin=self.origin,
         ).to(self.scale.device)
         ready.foldable = self.foldable
         return ready

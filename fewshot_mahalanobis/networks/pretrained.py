@@ -60,7 +60,8 @@ def pretrained_extractor(
     network = timm_network(name, image_size, pretrained=True)
     from timm.data import resolve_model_data_config
 
-    data, origin = resolve_model_data_config(network), network.pretrained_cfg
+    data, made = resolve_model_data_config(network), network.pretrained_cfg
+    full_name = ".".join(filter(None, (made.get("architecture"), made.get("tag"))))
     if image_size is None:
         image_size = int(data["input_size"][-1])
         if image_size > _LARGE:
@@ -75,7 +76,7 @@ def pretrained_extractor(
         mean=data["mean"] if mean is None else mean,
         std=data["std"] if std is None else std,
         # In full, as the weights that a bare name stands for may change from one version of timm to the next.
-        timm=".".join(filter(None, (origin.get("architecture"), origin.get("tag")))) if is_timm_name(name) else None,
+        origin=full_name if is_timm_name(name) else None,
         positions=positions,
     )
 

@@ -39,7 +39,7 @@ def coloured(labels: NDArray[Any], seed: int) -> NDArray[np.uint8]:
 def model_of_timm() -> SimpleCNAPS:
     """A small network of timm with random weights, under the name by which timm makes it."""
     network = seeded(lambda: timm.create_model("test_vit.r160_in1k", num_classes=0, img_size=SIZE))
-    backbone = Backbone.wrap(network, image_size=SIZE, mean=MEAN, std=STD, timm="test_vit.r160_in1k")
+    backbone = Backbone.wrap(network, image_size=SIZE, mean=MEAN, std=STD, origin="test_vit.r160_in1k")
     return SimpleCNAPS(adaptation="none", beta="auto", image_size=SIZE, backbone=backbone).eval()
 
 

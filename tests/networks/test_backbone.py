@@ -367,10 +367,10 @@ def test_simple_cnaps_takes_no_network_in_place_of_its_own(network: nn.Module, t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"timm": "hf-hub:user/repo"}, "no network 'hf-hub:user/repo'"),
-        ({"timm": "local-dir:/tmp"}, "no network 'local-dir:/tmp'"),
-        ({"timm": "resnet_of_the_future"}, "upgrade timm"),
-        ({"timm": 18}, r"got `int` - at `\$\.backbone\.timm`"),
+        ({"origin": "hf-hub:user/repo"}, "no network 'hf-hub:user/repo'"),
+        ({"origin": "local-dir:/tmp"}, "no network 'local-dir:/tmp'"),
+        ({"origin": "resnet_of_the_future"}, "upgrade timm"),
+        ({"origin": 18}, r"got `int` - at `\$\.backbone\.origin`"),
         ({"features": 0}, r">= 1 - at `\$\.backbone\.features`"),
         ({"features": True}, r"got `bool` - at `\$\.backbone\.features`"),
         ({"features": 9}, "shape"),
@@ -387,7 +387,7 @@ def test_a_hostile_description_of_a_backbone_is_refused(
     config = json.loads((tmp_path / "config.json").read_text())
     config["backbone"].update(change)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    given = None if isinstance(change.get("timm"), str) else own_network()
+    given = None if isinstance(change.get("origin"), str) else own_network()
     with pytest.raises(CheckpointError, match=message):
         SimpleCNAPS.from_pretrained(tmp_path, backbone=given)
 

@@ -209,7 +209,7 @@ def test_weights_that_a_dependency_brings_are_in_no_checkpoint(model):
     ("change", "message"),
     [
         ({"network": "efficientnet-lite9"}, r"Invalid enum value 'efficientnet-lite9' - at `\$\.backbone\.network`"),
-        ({"timm": LITE0}, r"unknown field `timm` - at `\$\.backbone`"),
+        ({"origin": LITE0}, r"unknown field `origin` - at `\$\.backbone`"),
         ({"positions": []}, r"length >= 1 - at `\$\.backbone\.positions`"),
         ({"positions": ["bn9"]}, "FiLM cannot follow 'bn9'"),
         ({"positions": ["bn1"]}, "missing|unexpected"),

@@ -44,7 +44,7 @@ def test_a_name_gives_timms_pretrained_network_as_timm_prepares_its_images(hub: 
     state = torch.get_rng_state()
     model = SimpleCNAPS.from_backbone("test_resnet")
     assert torch.equal(torch.get_rng_state(), state)
-    assert model.config["backbone"]["timm"] == "test_resnet.r160_in1k"
+    assert model.config["backbone"]["origin"] == "test_resnet.r160_in1k"
     assert model.image_size == 160
     network = timm.create_model("test_resnet.r160_in1k", pretrained=True, num_classes=0).eval()
     data = timm.data.resolve_model_data_config(network)
@@ -87,7 +87,7 @@ def test_a_file_that_names_a_larger_network_than_it_holds_is_refused_before_that
 ) -> None:
     SimpleCNAPS.from_backbone("test_resnet").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["backbone"]["timm"] = "vit_gigantic_patch14_clip_224.laion2b"  # 1.8 billion weights
+    config["backbone"]["origin"] = "vit_gigantic_patch14_clip_224.laion2b"  # 1.8 billion weights
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="missing"):
         SimpleCNAPS.from_pretrained(tmp_path)
