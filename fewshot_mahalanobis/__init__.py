@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fewshot_mahalanobis.checkpoints.load import load_checkpoint as load_checkpoint
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier as SimpleCNAPSClassifier
     from fewshot_mahalanobis.feature_classifier import MahalanobisClassifier as MahalanobisClassifier
+    from fewshot_mahalanobis.heads import AutoHead as AutoHead
     from fewshot_mahalanobis.heads import CosineHead as CosineHead
     from fewshot_mahalanobis.heads import DotProductHead as DotProductHead
     from fewshot_mahalanobis.heads import EuclideanHead as EuclideanHead
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 #: Public name -> module that has it. It is imported when the name is first used (PEP 562), so that importing the
 #: package, and ``fewshot-mahalanobis --help``, does not load PyTorch.
 _MODULES = {
+    "AutoHead": "heads",
     "CosineHead": "heads",
     "DotProductHead": "heads",
     "EuclideanHead": "heads",
