@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.set_encoder import in_batches
@@ -34,12 +33,10 @@ class AdaptedNetwork:
     projection : nn.Module, optional
         Learned projection of the features (the "+P" variant).
     device : torch.device
-    head : Head, optional
-        A head that was adapted together with the network, as by gradient steps on both.
 
     Attributes
     ----------
-    film, dtype, device, head
+    film, dtype, device
         As given.
     out_features : int
         Width d of a feature vector; 512 for the FiLM ResNet18.
@@ -53,7 +50,6 @@ class AdaptedNetwork:
         *,
         projection: nn.Module | None,
         device: torch.device,
-        head: Head | None = None,
     ) -> None:
         self.film = film
         self.dtype = dtype
@@ -62,7 +58,6 @@ class AdaptedNetwork:
         with self._own_precision():
             self.extractor = extractor.for_inference(film, dtype)
         self.projection = projection
-        self.head = head
 
     @torch.no_grad()
     def features(self, images: Tensor, batch_size: int = 64) -> Tensor:

@@ -48,16 +48,6 @@ class EpisodicModel(Protocol):
     def with_film(self, film: Film | None = None, dtype: torch.dtype = torch.float32) -> AdaptedNetwork:
         """Return the network with given FiLM parameters; None leaves it without adaptation."""
 
-    def adapted_network(
-        self,
-        support_images: Tensor,
-        support_labels: Tensor,
-        *,
-        dtype: torch.dtype = torch.float32,
-        batch_size: int = 64,
-    ) -> AdaptedNetwork:
-        """Adapt the network to support images (n, 3, h, w) and labels (n,)."""
-
     def adapt(
         self,
         support_images: Tensor,
@@ -66,7 +56,7 @@ class EpisodicModel(Protocol):
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
     ) -> AdaptedTask:
-        """Adapt the network, and fit the model's own head to the support set."""
+        """Adapt to support images (n, 3, h, w) and labels (n,): the network, and the model's own head."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights by name."""

@@ -7,7 +7,7 @@ classifier; here they are the classes' mean unit features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,25 @@ class Gidaris(Method[Tensor]):
     def of_model(cls, settings: Mapping[str, Any], in_features: int) -> Gidaris:
         """Make the method with zero weights for the ``base_classes`` training classes of the settings."""
         return cls(in_features, settings.get("base_classes", 0))
+
+    @property
+    def base_classes(self) -> int:
+        """Number of training classes b."""
+        return len(self.base_weights)
+
+    def prepare(self, classes: Iterable[Tensor]) -> None:
+        """Take the mean unit features of each training class as its weights."""
+        means = [F.normalize(features, dim=1).mean(dim=0) for features in classes]
+        self.imprint(F.normalize(torch.stack(means), dim=1))
+
+    def training_logits(
+        self, support_features: Tensor, support_labels: Tensor, query_features: Tensor, classes: Tensor | None
+    ) -> Tensor:
+        """Logits (m, k) of a training task, whose ``classes`` (k,) get no attention."""
+        self.hidden = classes
+        logits = self(support_features, support_labels, query_features)
+        self.hidden = None
+        return logits
 
     def fit(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
         """Classification weights (k, d) from support features (n, d) and labels (n,): equations 6 to 8."""

@@ -71,6 +71,12 @@ class MAML(LinearLayerHead, Method[LinearClassifier]):
             weights, layer = dict(zip(weights, moved[:-2], strict=True)), LinearClassifier(*moved[-2:])
         return weights, layer
 
+    def adapt_network(
+        self, network: nn.Module, images: Tensor, labels: Tensor, *, training: bool
+    ) -> tuple[dict[str, Tensor], LinearClassifier]:
+        """Take the gradient steps of training, or the more ones of a test."""
+        return self.adapt(network, images, labels, self.training_steps if training else self.steps)
+
     @torch.enable_grad()
     def _gradients(
         self, network: nn.Module, names: list[str], moving: list[Tensor], images: Tensor, labels: Tensor

@@ -12,7 +12,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.folder import WEIGHTS, check_finite, read_config, read_tensors, write_folder
@@ -23,8 +22,7 @@ from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder, in_batches
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last, check_episode
 from fewshot_mahalanobis.research.baselines import METHODS
-from fewshot_mahalanobis.research.baselines.gidaris import Gidaris
-from fewshot_mahalanobis.research.baselines.maml import MAML
+from fewshot_mahalanobis.research.baselines.method import Method
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -137,16 +135,15 @@ class Baseline(nn.Module):
         )
         write_folder(folder, settings, self.state_dict(), dtype=dtype, card=card)
 
-    def imprint_classes(self, sources: Sequence[ImageSource], images: int = 5) -> None:
-        """Give "gidaris" the mean unit features of all classes of the training sources, from a few images each."""
-        if isinstance(self.head, Gidaris):
-            network, means = self.with_film(), []
-            for source in sources:
-                for indices in source.indices_of_class():
-                    features = network.features(source.network_input(indices[:images]))
-                    means.append(F.normalize(features, dim=1).mean(dim=0))
-            self.head.imprint(F.normalize(torch.stack(means), dim=1))
-            self.config["base_classes"] = len(means)
+    def prepare(self, sources: Sequence[ImageSource], images: int = 5) -> None:
+        """Show the method the features of a few images of each class of the training sources."""
+        network = self.with_film()
+        self.head.prepare(
+            network.features(source.network_input(indices[:images]))
+            for source in sources
+            for indices in source.indices_of_class()
+        )
+        self.config["base_classes"] = self.head.base_classes
 
     def forward(
         self, support_images: Tensor, support_labels: Tensor, query_images: Tensor, classes: Tensor | None = None
@@ -162,7 +159,7 @@ class Baseline(nn.Module):
         query_images : Tensor of shape (m, 3, h, w)
             In [-1, 1].
         classes : int64 Tensor of shape (k,), optional
-            Numbers of the episode's classes among those of the training sources, which "gidaris" hides from itself.
+            Numbers of the episode's classes among those of the training sources.
 
         Returns
         -------
@@ -174,18 +171,13 @@ class Baseline(nn.Module):
             Shapes or labels do not fit, or a class has no image.
         """
         check_episode(support_images, support_labels)
-        if isinstance(self.head, MAML):
-            steps = self.head.training_steps
-            weights, layer = self.head.adapt(self.feature_extractor, support_images, support_labels, steps)
-            return self.head.logits(layer, functional_call(self.feature_extractor, weights, (query_images,)))
-        features = self.feature_extractor(torch.cat([support_images, query_images]), self._film(support_images))
+        network = self.feature_extractor
+        weights, state = self.head.adapt_network(network, support_images, support_labels, training=True)
+        if state is not None:
+            return self.head.logits(state, functional_call(network, weights, (query_images,)))
+        features = network(torch.cat([support_images, query_images]), self._film(support_images))
         support_features, query_features = features.split([len(support_images), len(query_images)])
-        if not isinstance(self.head, Gidaris):
-            return self.head(support_features, support_labels, query_features)
-        self.head.hidden = classes
-        logits = self.head(support_features, support_labels, query_features)
-        self.head.hidden = None
-        return logits
+        return self.head.training_logits(support_features, support_labels, query_features, classes)
 
     def _film(self, support_images: Tensor, batch_size: int | None = None) -> Film | None:
         """FiLM parameters for a support set; None for a method that does not adapt by FiLM."""
@@ -199,15 +191,17 @@ class Baseline(nn.Module):
         return AdaptedNetwork(self.feature_extractor, film, dtype, projection=None, device=self.device)
 
     @torch.no_grad()
-    def adapted_network(
+    def adapt(
         self,
         support_images: Tensor,
         support_labels: Tensor,
         *,
         dtype: torch.dtype = torch.float32,
         batch_size: int = 64,
-    ) -> AdaptedNetwork:
-        """Adapt the network to a support set, by FiLM, by gradient steps on a copy ("maml"), or not at all.
+    ) -> AdaptedTask:
+        """Adapt to a support set: the network by FiLM, by gradient steps on a copy, or not at all; then the method.
+
+        This module is not changed.
 
         Parameters
         ----------
@@ -222,33 +216,14 @@ class Baseline(nn.Module):
         """
         check_episode(support_images, support_labels)
         images, labels = channels_last(support_images.to(self.device)), support_labels.to(self.device)
-        bfloat16 = torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
-        if not isinstance(self.head, MAML):
-            with bfloat16:
-                film = self._film(images, batch_size)
-            return self.with_film(film, dtype)
-        network = copy.deepcopy(self.feature_extractor)
-        with bfloat16:
-            weights, layer = self.head.adapt(network, images, labels, self.head.steps)
-        network.load_state_dict(weights, strict=False)
-        head = _TrainedLayer(self.head, layer)
-        return AdaptedNetwork(network, None, dtype, projection=None, device=self.device, head=head)
-
-    @torch.no_grad()
-    def adapt(
-        self,
-        support_images: Tensor,
-        support_labels: Tensor,
-        *,
-        dtype: torch.dtype = torch.float32,
-        batch_size: int = 64,
-    ) -> AdaptedTask:
-        """Adapt to a support set and fit the method to it.
-
-        The parameters are those of :meth:`adapted_network`. This module is not changed.
-        """
-        network = self.adapted_network(support_images, support_labels, dtype=dtype, batch_size=batch_size)
-        head: Head[Any] = self.head if network.head is None else network.head
+        extractor, head = self.feature_extractor, cast("Head[Any]", self.head)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            film = self._film(images, batch_size)
+            weights, state = self.head.adapt_network(extractor, images, labels, training=False)
+        if state is not None:
+            extractor, head = copy.deepcopy(extractor), _TrainedLayer(self.head, state)
+            extractor.load_state_dict(weights, strict=False)
+        network = AdaptedNetwork(extractor, film, dtype, projection=None, device=self.device)
         support = Features(network.features(support_images, batch_size))
         return AdaptedTask(network, FittedHead.fit(head, support, support_labels))
 

@@ -8,7 +8,7 @@ evaluation of N-way K-shot episodes does not (see :class:`FixedEpisodes`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,22 +57,32 @@ def episode_rng(*parts: int | str) -> np.random.Generator:
 class FixedEpisodes:
     """N-way K-shot episodes of one source.
 
-    Without ``seed_by_name`` the source's name does not seed the episodes; evaluation leaves it out, because the
-    published accuracies were measured on those episodes. :meth:`draw` raises ValueError if fewer than ``way`` classes
-    have ``shot + 1`` images.
+    :meth:`draw` raises ValueError if fewer than ``way`` classes have ``shot + 1`` images.
     """
 
-    def __init__(
-        self, source: ImageSource, way: int, shot: int, queries: int = 10, *, seed: int = 0, seed_by_name: bool = True
-    ) -> None:
-        self._seeds: tuple[int | str, ...] = (source.name, seed) if seed_by_name else (seed,)
+    def __init__(self, source: ImageSource, way: int, shot: int, queries: int = 10, *, seed: int = 0) -> None:
+        self._source_name = source.name
+        self._seed = seed
         self._classes = source.indices_of_class()
         self._shots = [shot] * way
         self._queries = queries
 
     def draw(self, index: int) -> Episode:
         """Episode ``index``."""
-        return draw_episode(self._classes, self._shots, self._queries, episode_rng(*self._seeds, index))
+        rng = episode_rng(self._source_name, self._seed, index)
+        return draw_episode(self._classes, self._shots, self._queries, rng)
+
+
+def evaluation_episodes(
+    source: ImageSource, way: int, shot: int, queries: int, *, seed: int = 0
+) -> Callable[[int], Episode]:
+    """Return the function that draws the N-way K-shot episodes of evaluation, by their number.
+
+    The source's name does not seed them: the published accuracies were measured on these episodes. ValueError as for
+    :class:`FixedEpisodes`.
+    """
+    classes = source.indices_of_class()
+    return lambda index: draw_episode(classes, [shot] * way, queries, episode_rng(seed, index))
 
 
 class SmallEpisodes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +15,10 @@ from tqdm.auto import tqdm
 from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead, make_head
 from fewshot_mahalanobis.networks.devices import choose_dtype
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.task import AdaptedTask
 from fewshot_mahalanobis.research.baselines import METHODS
 from fewshot_mahalanobis.research.data.sources import ImageSource
-from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
+from fewshot_mahalanobis.research.episodes.sampling import Episode, evaluation_episodes
 from fewshot_mahalanobis.research.evaluation.result import Accuracy
 from fewshot_mahalanobis.research.model import EpisodicModel
 
@@ -42,6 +43,10 @@ class Variant(NamedTuple):
     head: str | Head[Any]
     task_covariance: bool = True
     projection: bool = True
+
+    def as_trained(self, config: Mapping[str, Any]) -> bool:
+        """Whether it has all of the head that a model with these settings was trained with."""
+        return bool(self.head == config["head"] and self.task_covariance and self.projection)
 
     @property
     def title(self) -> str:
@@ -150,7 +155,7 @@ def evaluate_source(
         model,
         source,
         variants,
-        FixedEpisodes(source, way, shot, queries, seed=seed, seed_by_name=False).draw,
+        evaluation_episodes(source, way, shot, queries, seed=seed),
         episodes,
         dtype=choose_dtype(precision, model),
         batch_size=batch_size,
@@ -192,21 +197,25 @@ def evaluate_episodes(
         queries = np.bincount(episode.query_labels, minlength=episode.way)
         labels = torch.from_numpy(episode.support_labels).to(model.device)
         features: dict[bool, tuple[Tensor, ...]] = {}
-        network = None
+        task: AdaptedTask | None = None
         if plain_features is not None:
             features[False] = plain_features[episode.support], plain_features[episode.query]
         if any(v.adapt for v in variants):
             images, query_images = map(source.network_input, (episode.support, episode.query))
-            network = model.adapted_network(images, labels, dtype=dtype, batch_size=batch_size)
-            features[True] = tuple(network.unprojected_features(x, batch_size) for x in (images, query_images))
+            task = model.adapt(images, labels, dtype=dtype, batch_size=batch_size)
+            support_features = task.fitted_head.support.adapted
+            if model.projection is not None:
+                support_features = task.network.unprojected_features(images, batch_size)
+            features[True] = support_features, task.network.unprojected_features(query_images, batch_size)
         for variant in variants:
-            # Gradient steps have moved the head together with the network.
-            head = network.head if variant.adapt and network is not None and network.head else heads[variant]
             support_features, query_features = (f.to(model.device) for f in features[variant.adapt])
             with torch.no_grad():
                 if model.projection is not None and variant.projection:
                     support_features, query_features = map(model.projection, (support_features, query_features))
-                logits = head(support_features, labels, query_features)
+                if task is None or not variant.adapt or not variant.as_trained(model.config):
+                    logits = heads[variant](support_features, labels, query_features)
+                else:  # gradient steps may have moved the head together with the network
+                    logits = task.fitted_head.logits(query_features)
             predicted = logits.argmax(1).cpu().numpy()
             right = predicted == episode.query_labels
             accuracies[variant].append(float(right.mean()))

@@ -77,8 +77,7 @@ class Figure(NamedTuple):
 
 def published_method(config: Mapping[str, Any], variant: Variant) -> str | None:
     """Return the paper's name of a variant of a model with these settings (``SimpleCNAPS.config``), if it has one."""
-    as_trained = variant.head == config["head"] and variant.task_covariance and variant.projection
-    if variant.adapt and config["adaptation"] != "none" and not as_trained:
+    if variant.adapt and config["adaptation"] != "none" and not variant.as_trained(config):
         return None  # its network was not trained with that head
     name = HEADS[variant.head].paper_title if variant.head in HEADS else ""
     if variant.head == "mahalanobis" and not (variant.task_covariance and config["task_covariance"]):

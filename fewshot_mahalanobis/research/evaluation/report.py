@@ -20,7 +20,7 @@ from fewshot_mahalanobis.research.baselines import METHODS
 from fewshot_mahalanobis.research.data.datasets import open_source
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, VariableEpisodes
-from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
+from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes, evaluation_episodes
 from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures, Variant, evaluate_episodes, head_of
 from fewshot_mahalanobis.research.evaluation.averages import averages, check_in_domain
 from fewshot_mahalanobis.research.evaluation.compare import differences, headings, joined
@@ -348,7 +348,7 @@ def _drawing(source: ImageSource, result: Result) -> Callable[[int], Episode]:
         fewest = min(EVALUATION.min_way, len(source.class_names))
         limits = replace(EVALUATION, min_way=fewest, max_queries=result.queries)
         return VariableEpisodes(source, limits, seed=result.seed).draw
-    return FixedEpisodes(source, result.way, result.shot, result.queries, seed=result.seed, seed_by_name=False).draw
+    return evaluation_episodes(source, result.way, result.shot, result.queries, seed=result.seed)
 
 
 def _digest_of_source(source: ImageSource) -> str:

@@ -134,13 +134,13 @@ class BaselineLearner(Learner[Baseline]):
     """A method to compare with in training."""
 
     def prepare(self, sources: Sequence[ImageSource]) -> None:
-        """Give "gidaris" the weights of the training classes."""
-        self.model.imprint_classes(sources)
+        """Show the method the training classes."""
+        self.model.prepare(sources)
 
     def forward(
         self, support_images: Tensor, support_labels: Tensor, query_images: Tensor, classes: Tensor | None = None
     ) -> Tensor:
-        """Logits (m, k) of a task, which hides its ``classes`` from "gidaris"."""
+        """Logits (m, k) of a task; some methods hide its ``classes`` from themselves."""
         return self.model(support_images, support_labels, query_images, classes)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

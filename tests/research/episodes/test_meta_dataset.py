@@ -19,7 +19,13 @@ from fewshot_mahalanobis.research.episodes.meta_dataset import (
     draw_shots,
     queries_per_class,
 )
-from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes, SmallEpisodes, draw_episode, episode_rng
+from fewshot_mahalanobis.research.episodes.sampling import (
+    FixedEpisodes,
+    SmallEpisodes,
+    draw_episode,
+    episode_rng,
+    evaluation_episodes,
+)
 from fewshot_mahalanobis.research.episodes.statistics import plot_ways_and_shots
 
 
@@ -198,7 +204,7 @@ def test_fixed_episodes_of_evaluation_depend_on_seed_and_index_alone():
     """As drawn for the published accuracies: one generator for (seed, index), whatever the source's name."""
     for name in ("drawn/test", "other"):
         source = source_of([20] * 9, name=name)
-        episode = FixedEpisodes(source, 5, 3, 4, seed=1, seed_by_name=False).draw(6)
+        episode = evaluation_episodes(source, 5, 3, 4, seed=1)(6)
         expected = draw_episode(source.indices_of_class(), [3] * 5, 4, np.random.default_rng([1, 6]))
         assert same(episode, expected)
 
