@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the app needs Gradio: {install_command('app')}") from error
 
-__all__ = ["make_page", "serve"]
+__all__ = ["make_page", "serve", "start_server"]
 
 #: Probabilities that are shown of an answer, largest first.
 _BARS = 5
@@ -278,15 +278,22 @@ def make_page(
 
 
 def serve(
-    page: gr.Blocks,
-    *,
-    host: str = "127.0.0.1",
-    port: int | None = None,
-    share: bool = False,
-    browser: bool = False,
-    wait: bool = True,
+    page: gr.Blocks, *, host: str = "127.0.0.1", port: int | None = None, share: bool = False, browser: bool = False
+) -> None:
+    """Serve the page until Ctrl+C; the parameters and errors are those of :func:`start_server`."""
+    address = start_server(page, host=host, port=port, share=share, browser=browser)
+    print(f"The app is at {address}. Ctrl+C stops it.", flush=True)
+    try:
+        while page.is_running:
+            time.sleep(0.1)
+    finally:
+        page.close(verbose=False)
+
+
+def start_server(
+    page: gr.Blocks, *, host: str = "127.0.0.1", port: int | None = None, share: bool = False, browser: bool = False
 ) -> str:
-    """Serve the page.
+    """Start the page's server, which runs until ``page.close()``.
 
     Parameters
     ----------
@@ -300,8 +307,6 @@ def serve(
         Also make a public address, through Gradio's server.
     browser : bool
         Open the page in the browser of this machine.
-    wait : bool
-        Return only when the server is stopped.
 
     Returns
     -------
@@ -331,13 +336,6 @@ def serve(
         mcp_server=False,
         enable_monitoring=False,
     )
-    if wait:
-        print(f"The app is at {public or local}. Ctrl+C stops it.", flush=True)
-        try:
-            while page.is_running:
-                time.sleep(0.1)
-        finally:
-            page.close(verbose=False)
     return public or local
 
 

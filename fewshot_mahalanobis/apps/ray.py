@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 #: Images that a worker gets at a time. While the network works on some of them, others are decoded.
 _BATCH = 256
+#: Rows of a Parquet file. A killed worker, or each worker of a killed run, has to label at most so many images again.
+IMAGES_PER_FILE = 4096
 #: Key of the classifier's digest in the metadata of every Parquet file.
 _CLASSIFIER = b"classifier"
 
@@ -76,7 +78,6 @@ def label_collection(
     workers: int | None = None,
     cpus_per_worker: int = 1,
     gpus_per_worker: float = 0,
-    images_per_file: int = 4096,
 ) -> Labelled:
     r"""Label a collection on the Ray cluster that this process is connected to, or on this machine.
 
@@ -99,9 +100,6 @@ def label_collection(
         Threads of each worker.
     gpus_per_worker : float
         0 runs the network on the CPU.
-    images_per_file : int
-        Rows of a Parquet file. Also the number of images that a killed worker, or each worker of a killed run, has to
-        repeat.
 
     Returns
     -------
@@ -119,7 +117,7 @@ def label_collection(
         Ray is not installed.
     """
     _require_ray()
-    _check_numbers(workers, cpus_per_worker, images_per_file=images_per_file)
+    _check_numbers(workers, cpus_per_worker)
     import pyarrow.compute as pc
 
     content = _checked_content(classifier)
@@ -133,7 +131,7 @@ def label_collection(
     to_do = column.filter(pc.invert(pc.is_in(texts, value_set=known)))
     labelled = unreadable = 0
     if len(to_do):
-        rows = _labelled(content, to_do, filesystem, workers, cpus_per_worker, gpus_per_worker, images_per_file)
+        rows = _labelled(content, to_do, filesystem, workers, cpus_per_worker, gpus_per_worker, IMAGES_PER_FILE)
         run = uuid.uuid4().hex
         tables = cast("Iterable[pa.Table]", rows.iter_batches(batch_size=None, batch_format="pyarrow"))
         for number, table in enumerate(tables):

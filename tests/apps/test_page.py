@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.apps.bench import UNKNOWN
 from fewshot_mahalanobis.apps.cli import app
-from fewshot_mahalanobis.apps.page import make_page, serve
+from fewshot_mahalanobis.apps.page import make_page, serve, start_server
 from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 
@@ -73,7 +73,7 @@ def served() -> Iterator[tuple[str, list[Any]]]:
     page = make_page(load_checkpoint("default").at_size(SIZE), device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", recorded)
-        address = serve(page, wait=False)
+        address = start_server(page)
         yield address, connections
     page.close(verbose=False)
 
@@ -238,7 +238,7 @@ def test_a_page_that_starts_with_queries_offers_one_for_review(tmp_path: Path) -
     for index, image in enumerate(pictures(4, 3)):
         Image.fromarray(image).save(tmp_path / f"{index}.png")
     page = make_page(tiny_classifier(), queries=[str(path) for path in sorted(tmp_path.iterdir())])
-    address = serve(page, wait=False)
+    address = start_server(page)
     try:
         with chromium() as browser:
             visit = browser.new_page(viewport=WIDE)

@@ -137,7 +137,9 @@ def labelled(cluster, saved, collection, tmp_path_factory) -> Run:
     with ThreadPoolExecutor(1) as pool:
         attack = pool.submit(kill_a_worker)
         try:
-            done = label_collection(saved, [*wanted, *wanted[:5]], output, workers=2, images_per_file=16)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("fewshot_mahalanobis.apps.ray.IMAGES_PER_FILE", 16)
+                done = label_collection(saved, [*wanted, *wanted[:5]], output, workers=2)
         finally:
             over.set()
     return Run(output, wanted, done, *attack.result())
