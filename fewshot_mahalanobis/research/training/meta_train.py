@@ -10,17 +10,17 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
@@ -33,14 +33,15 @@ from fewshot_mahalanobis.networks.pretrained import is_pretrained_name
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines.model import Baseline, checked_baseline_settings
+from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.model import EpisodicModel
 from fewshot_mahalanobis.research.training.learner import BaselineLearner, CNAPSLearner
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.research.training.run import (
     RunFolder,
     autocast,
-    ignore_stop_signals,
     open_training_source,
+    remaining,
     resnet18_weights,
     shared_out,
     start_processes,
@@ -50,6 +51,9 @@ from fewshot_mahalanobis.research.training.tasks import Task, TrainingTasks, Val
 from fewshot_mahalanobis.research.training.validation import better_on_most, validate
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 Made = TypeVar("Made", SimpleCNAPS, Baseline)
 
@@ -178,7 +182,6 @@ def meta_train(
     workers: int = 0,
     lazy: bool = False,
     tensorboard: bool = False,
-    save_every: float = 300.0,
     progress: bool = True,
 ) -> SimpleCNAPS | Baseline:
     """Meta-train. A killed run continues when started again, with identical results on a CPU.
@@ -192,7 +195,7 @@ def meta_train(
     output : path
         Run folder, the same in every process. The results are the checkpoints in its sub-folders ``checkpoint`` (last
         weights) and, with validation sources, ``best``.
-    device, workers, lazy, tensorboard, save_every, progress
+    device, workers, lazy, tensorboard, progress
         As for :func:`~fewshot_mahalanobis.research.training.pretrain.pretrain`.
 
     Returns
@@ -213,99 +216,40 @@ def meta_train(
     recorded = asdict(recipe) | {"precision": precision_name(dtype)}
     run = RunFolder(output, recorded, main=accelerator.is_main_process, tensorboard=tensorboard)
     progress = progress and accelerator.is_main_process
-
-    largest = max(model.image_size, *recipe.sizes, 0)
-    opened = {
-        source: open_training_source(source, root=recipe.root, size=largest, lazy=lazy)
-        for source in dict.fromkeys(recipe.sources + recipe.validation)
-    }
-    training = TrainingTasks([opened[source] for source in recipe.sources], recipe, model.image_size)
-    validation = {source: ValidationTasks(opened[source], recipe, model.image_size) for source in recipe.validation}
-
+    sources = _opened(recipe, model.image_size, lazy=lazy)
+    training = TrainingTasks([sources[name] for name in recipe.sources], recipe, model.image_size)
+    validation = {name: ValidationTasks(sources[name], recipe, model.image_size) for name in recipe.validation}
     model.to(memory_format=torch.channels_last)
-    learner.prepare([opened[source] for source in dict.fromkeys(recipe.sources)])
-    optimizer = torch.optim.Adam(learner.parameter_groups(), lr=recipe.learning_rate)
-    best: dict[str, float] | None = None
-    start = 0
-    if (state := run.resume()) is not None:
-        learner.load_state_dict(state["model"])
-        learner.store()
-        optimizer.load_state_dict(state["optimizer"])
-        best, start = state["best"], state["step"]
-    averaged = AveragedModel(learner) if recipe.average else None
-    if averaged is not None and state is not None:
-        averaged.load_state_dict(state["averaged"])
+    learner.prepare([sources[name] for name in dict.fromkeys(recipe.sources)])
+    state = _State(learner, recipe, run.resume())
     network = accelerator.prepare_model(learner)
     accelerator.wait_for_everyone()
 
-    steps = recipe.tasks // recipe.tasks_per_step
-    numbers = range(start * recipe.tasks_per_step, steps * recipe.tasks_per_step)
-    tasks = iter(
-        DataLoader(
-            training,
-            batch_size=None,
-            sampler=numbers[accelerator.process_index :: accelerator.num_processes],
-            num_workers=workers,
-            worker_init_fn=ignore_stop_signals,
-            pin_memory=accelerator.device.type == "cuda",
-            generator=torch.Generator(),  # else workers would be seeded by the global generator
-        )
-    )
-    reported, saved = time.monotonic(), -math.inf  # the first step is saved: it may have come late
+    steps, start = recipe.tasks // recipe.tasks_per_step, state.step
+    numbers = (start * recipe.tasks_per_step, steps * recipe.tasks_per_step)
+    tasks = iter(remaining(training, *numbers, accelerator, workers=workers))
+    reported = time.monotonic()
     bar = tqdm(range(start, steps), total=steps, initial=start, disable=not progress, desc="meta-train", unit="step")
     with stopped_between_steps(accelerator) as stop:
         for step in bar:
-            for group in optimizer.param_groups:
-                group["lr"] = group.get("factor", 1.0) * learning_rate(step, steps, recipe)
-            optimizer.zero_grad(set_to_none=True)
-            means = torch.zeros(2, device=accelerator.device)
-            for number in range(share):
-                task: Task = next(tasks).to(accelerator.device)
-                last_task = number + 1 == share
-                # Gradients accumulate in every process and are averaged between processes with the last task of a step.
-                with nullcontext() if last_task else accelerator.no_sync(network):
-                    with autocast(accelerator.device, dtype):
-                        logits = network(task.support_images, task.support_labels, task.query_images, task.classes)
-                    loss = learner.loss(logits, task.query_labels)
-                    accuracy = (logits.argmax(1) == task.query_labels).float().mean()
-                    means += torch.stack([loss.detach(), accuracy]) / share
-                    objective = loss / share
-                    if recipe.floor:
-                        frozen = learner.loss(_frozen_logits(model, task, dtype), task.query_labels)
-                        objective = objective + recipe.floor * F.relu(loss - frozen) / share
-                    if last_task:  # the penalty counts once per step
-                        objective = objective + recipe.penalty * learner.penalty()
-                    objective.backward()
-            optimizer.step()
-            mean_loss, mean_accuracy = accelerator.reduce(means, "mean").tolist()
-            record: dict[str, Any] = {"loss": mean_loss, "accuracy": mean_accuracy}
+            state.optimizer.zero_grad(set_to_none=True)
+            means = _back_propagate(network, learner, islice(tasks, share), share, recipe, accelerator, dtype)
+            state.advance(steps)
+            loss, accuracy = accelerator.reduce(means, "mean").tolist()
+            record: dict[str, Any] = {"loss": loss, "accuracy": accuracy}
             record["tasks_per_second"] = round(recipe.tasks_per_step / (time.monotonic() - reported), 3)
-            bar.set_postfix(loss=f"{mean_loss:.3f}", accuracy=f"{mean_accuracy:.3f}")
+            bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}")
             last = step + 1 == steps
-            if averaged is not None and steps - step <= recipe.average * steps:
-                averaged.update_parameters(learner)
-                if last:
-                    learner.load_state_dict(averaged.module.state_dict())
-            learner.store()
             if validation and (last or validation_due(step, recipe)):
                 accuracies = validate(model, validation, accelerator, dtype, workers=workers, progress=progress)
                 record["validation"] = accuracies
-                if better_on_most(accuracies, best):
-                    best = accuracies
+                if better_on_most(accuracies, state.best):
+                    state.best = accuracies
                     if accelerator.is_main_process:
                         learner.save(run.path / "best")
             run.log(step + 1, **record)
             reported, stopped = time.monotonic(), stop()
-            if accelerator.is_main_process and (last or stopped or reported - saved > save_every):
-                state = {
-                    "model": learner.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "best": best,
-                    "step": step + 1,
-                    "averaged": None if averaged is None else averaged.state_dict(),
-                }
-                run.save(state)
-                saved = time.monotonic()
+            run.save(state.saved, now=last or stopped)
             if stopped:
                 raise KeyboardInterrupt
     model.to("cpu").eval()
@@ -313,3 +257,87 @@ def meta_train(
         learner.save(run.path / "checkpoint")
     accelerator.wait_for_everyone()
     return model
+
+
+def _opened(recipe: MetaTrainRecipe, image_size: int, *, lazy: bool) -> dict[str, ImageSource]:
+    """Open every source of a recipe once, for its largest images."""
+    largest = max(image_size, *recipe.sizes, 0)
+    return {
+        source: open_training_source(source, root=recipe.root, size=largest, lazy=lazy)
+        for source in dict.fromkeys(recipe.sources + recipe.validation)
+    }
+
+
+class _State:
+    """What a run continues from: what was learned, the optimizer, the best validation, the number of steps."""
+
+    def __init__(
+        self, learner: CNAPSLearner | BaselineLearner, recipe: MetaTrainRecipe, saved: Mapping[str, Any] | None
+    ) -> None:
+        self.learner, self.recipe = learner, recipe
+        self.optimizer = torch.optim.Adam(learner.parameter_groups(), lr=recipe.learning_rate)
+        self.best: dict[str, float] | None = None
+        self.step = 0
+        if saved is not None:
+            learner.load_state_dict(saved["model"])
+            learner.store()
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.best, self.step = saved["best"], saved["step"]
+        self.averaged = AveragedModel(learner) if recipe.average else None
+        if self.averaged is not None and saved is not None:
+            self.averaged.load_state_dict(saved["averaged"])
+
+    def advance(self, steps: int) -> None:
+        """Take the step of the optimizer, one of ``steps``."""
+        rate = learning_rate(self.step, steps, self.recipe)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.get("factor", 1.0) * rate
+        self.optimizer.step()
+        if self.averaged is not None and steps - self.step <= self.recipe.average * steps:
+            self.averaged.update_parameters(self.learner)
+            if self.step + 1 == steps:
+                self.learner.load_state_dict(self.averaged.module.state_dict())
+        self.learner.store()
+        self.step += 1
+
+    def saved(self) -> dict[str, Any]:
+        """Return what the constructor takes."""
+        return {
+            "model": self.learner.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "best": self.best,
+            "step": self.step,
+            "averaged": None if self.averaged is None else self.averaged.state_dict(),
+        }
+
+
+def _back_propagate(
+    network: nn.Module,
+    learner: CNAPSLearner | BaselineLearner,
+    tasks: Iterable[Task],
+    count: int,
+    recipe: MetaTrainRecipe,
+    accelerator: Accelerator,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Add up the gradients of this process's ``count`` tasks of a step; return mean loss and accuracy, shape (2,).
+
+    Gradients accumulate in every process and are averaged between processes with the last task.
+    """
+    means = torch.zeros(2, device=accelerator.device)
+    for number, task in enumerate(tasks, 1):
+        task = task.to(accelerator.device)
+        with nullcontext() if number == count else accelerator.no_sync(network):
+            with autocast(accelerator.device, dtype):
+                logits = network(task.support_images, task.support_labels, task.query_images, task.classes)
+            loss = learner.loss(logits, task.query_labels)
+            accuracy = (logits.argmax(1) == task.query_labels).float().mean()
+            means += torch.stack([loss.detach(), accuracy]) / count
+            objective = loss / count
+            if recipe.floor:
+                frozen = learner.loss(_frozen_logits(learner.model, task, dtype), task.query_labels)
+                objective = objective + recipe.floor * F.relu(loss - frozen) / count
+            if number == count:  # the penalty counts once per step
+                objective = objective + recipe.penalty * learner.penalty()
+            objective.backward()
+    return means

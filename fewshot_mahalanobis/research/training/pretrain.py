@@ -12,15 +12,16 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
@@ -42,14 +43,17 @@ from fewshot_mahalanobis.research.training.recipes import PretrainRecipe
 from fewshot_mahalanobis.research.training.run import (
     RunFolder,
     autocast,
-    ignore_stop_signals,
     image_size_at,
     open_training_source,
+    remaining,
     resnet18_weights,
     shared_out,
     start_processes,
     stopped_between_steps,
 )
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 #: Steps between reports; states are saved with reports.
 REPORT_EVERY = 10
@@ -135,7 +139,6 @@ def pretrain(
     workers: int = 0,
     lazy: bool = False,
     tensorboard: bool = False,
-    save_every: float = 300.0,
     progress: bool = True,
 ) -> FilmResNet18:
     """Train the backbone. A killed run continues when started again, with identical results on a CPU.
@@ -156,8 +159,6 @@ def pretrain(
         Decode images on demand instead of keeping them in memory (21 kB per image and process).
     tensorboard : bool
         Also write logs for TensorBoard, in the run folder.
-    save_every : float
-        Seconds between saved states.
     progress : bool
         Show a progress bar.
 
@@ -182,114 +183,149 @@ def pretrain(
     dtype = native_dtype(recipe.precision, place)
     recorded = asdict(recipe) | {"precision": precision_name(dtype)}
     run = RunFolder(output, recorded, main=accelerator.is_main_process, tensorboard=tensorboard)
-    settings: dict[str, Any] = {"root": recipe.root, "size": recipe.image_size, "lazy": lazy}
-    images = TrainingImages([open_training_source(source, **settings) for source in recipe.sources], recipe)
-    validation = None
-    if recipe.validation is not None and accelerator.is_main_process:
-        validation = NearestMean(open_training_source(recipe.validation, **settings), dtype)
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        backbone = FilmResNet18()
-        classes = len(images.class_names)
-        turns_end = classes + (TURNS if recipe.rotation else 0)
-        teacher = None
-        if recipe.teacher is not None:
-            teacher = Teacher(recipe.teacher, recipe.teacher_size, dtype).to(place)
-        outputs = turns_end + (0 if teacher is None else teacher.out_features)
-        model: nn.Module = PositionClassifier(backbone, outputs)
-    if accelerator.num_processes > 1:
-        if place.type == "cuda":
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        else:
-            warnings.warn(
-                f"BatchNorm statistics are shared between GPUs only: each of the {accelerator.num_processes} processes "
-                f"normalises with its own {share} of {recipe.batch_size} images",
-                stacklevel=2,
-            )
-    model.to(place).to(memory_format=torch.channels_last)
-    # Weight decay only for matrices: the scales and shifts of BatchNorm would fight it.
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.SGD(
-        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=recipe.peak_lr,
-        momentum=recipe.momentum,
-        nesterov=True,
-    )
+    images, validation = _images(recipe, dtype, lazy=lazy, main=accelerator.is_main_process)
+    model, objective = _model(recipe, len(images.class_names), accelerator, dtype)
+    optimizer = _optimizer(model, recipe)
     start = 0
     if (state := run.resume()) is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
     elif recipe.init is not None:
-        backbone.load_state_dict(resnet18_weights(recipe.init))
+        model.backbone.load_state_dict(resnet18_weights(recipe.init))
     network = accelerator.prepare_model(model)
     accelerator.wait_for_everyone()
 
-    steps = images.steps
-    numbers = range(start * recipe.batch_size, len(images))
-    loader = DataLoader(
-        images,
-        batch_size=share,
-        sampler=numbers[accelerator.process_index :: accelerator.num_processes],
-        num_workers=workers,
-        worker_init_fn=ignore_stop_signals,
-        pin_memory=place.type == "cuda",
-        generator=torch.Generator(),  # else workers would be seeded by the global generator
-    )
-    reported, saved = time.monotonic(), -math.inf  # the first step is saved: it may have come late
-    losses: list[Tensor] = []
-    bar = tqdm(
-        loader, total=steps, initial=start, disable=not progress or not accelerator.is_main_process, unit="batch"
-    )
-    bar.set_description("pretrain")
+    first = start * recipe.batch_size
+    loader = remaining(images, first, len(images), accelerator, workers=workers, batch_size=share)
+    hidden = not progress or not accelerator.is_main_process
+    bar = tqdm(loader, total=images.steps, initial=start, disable=hidden, unit="batch", desc="pretrain")
+    reported, losses = time.monotonic(), list[Tensor]()
     with stopped_between_steps(accelerator) as stop:
-        for step, (batch, labels, turns) in enumerate(bar, start):
+        for step, batch in enumerate(bar, start):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, recipe)
-            batch = batch.to(place, memory_format=torch.channels_last, non_blocking=True)
+                group["lr"] = learning_rate(step, images.steps, recipe)
+            crops, labels, turns = (part.to(place, non_blocking=True) for part in batch)
+            crops = crops.contiguous(memory_format=torch.channels_last)
             with autocast(place, dtype):
-                at_positions = network(batch).float()
-            # The classifier is linear: the mean of its outputs is its output for the mean, the features.
-            of_turns, of_teacher = at_positions[..., classes:].mean(1).tensor_split([turns_end - classes], dim=1)
-            loss = class_loss(at_positions[..., :classes], labels.to(place, non_blocking=True), recipe)
-            if recipe.rotation:
-                loss = loss + F.cross_entropy(of_turns, turns.to(place, non_blocking=True))
-            if teacher is not None:
-                loss = loss + TEACHER_WEIGHT * F.mse_loss(of_teacher, teacher(batch))
+                at_positions = network(crops).float()
+            loss = objective(at_positions, crops, labels, turns)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-            first, last, stopped = step == 0, step + 1 == steps, stop()
+            last, stopped = step + 1 == images.steps, stop()
             epoch_ends = (step + 1) % images.steps_per_epoch == 0
-            if first or last or stopped or epoch_ends or (step + 1) % REPORT_EVERY == 0:
+            if step == 0 or last or stopped or epoch_ends or (step + 1) % REPORT_EVERY == 0:
                 mean = float(accelerator.reduce(torch.stack(losses).mean(), "mean"))
                 speed = len(losses) * recipe.batch_size / (time.monotonic() - reported)
-                record: dict[str, Any] = {"loss": mean, "size": batch.shape[-1], "images_per_second": round(speed, 1)}
+                record: dict[str, Any] = {"loss": mean, "size": crops.shape[-1], "images_per_second": round(speed, 1)}
                 if epoch_ends and validation is not None:
-                    record["validation"] = validation.accuracy(backbone, place)
+                    record["validation"] = validation.accuracy(model.backbone, place)
                     model.train()
                 run.log(step + 1, **record)
-                bar.set_postfix(loss=f"{mean:.3f}", px=batch.shape[-1])
+                bar.set_postfix(loss=f"{mean:.3f}", px=crops.shape[-1])
                 losses, reported = [], time.monotonic()
-                if accelerator.is_main_process and (last or stopped or reported - saved > save_every):
-                    run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
-                    saved = time.monotonic()
+                run.save(partial(_state, model, optimizer, step + 1), now=last or stopped)
                 if stopped:
                     raise KeyboardInterrupt
+    trained = _finished(model.backbone, output)
+    if accelerator.is_main_process:
+        with atomic_replace(run.path / "backbone.safetensors") as temporary:
+            save_file(trained.state_dict(), temporary)
+    accelerator.wait_for_everyone()
+    return trained
+
+
+def _images(
+    recipe: PretrainRecipe, dtype: torch.dtype, *, lazy: bool, main: bool
+) -> tuple[TrainingImages, NearestMean | None]:
+    """Open the training images and, in the main process, those to validate on."""
+    opened = partial(open_training_source, root=recipe.root, size=recipe.image_size, lazy=lazy)
+    images = TrainingImages([opened(source) for source in recipe.sources], recipe)
+    if recipe.validation is None or not main:
+        return images, None
+    return images, NearestMean(opened(recipe.validation), dtype)
+
+
+def _model(
+    recipe: PretrainRecipe, classes: int, accelerator: Accelerator, dtype: torch.dtype
+) -> tuple[PositionClassifier, Objective]:
+    """Make the network with its classifier, from the recipe's seed, and the loss; both on the device."""
+    place = accelerator.device
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        backbone = FilmResNet18()
+        teacher = None
+        if recipe.teacher is not None:
+            teacher = Teacher(recipe.teacher, recipe.teacher_size, dtype).to(place)
+        objective = Objective(recipe, classes, teacher)
+        model = PositionClassifier(backbone, sum(objective.sizes))
+    if accelerator.num_processes > 1:
+        if place.type == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        else:
+            share = recipe.batch_size // accelerator.num_processes
+            warnings.warn(
+                f"BatchNorm statistics are shared between GPUs only: each of the {accelerator.num_processes} processes "
+                f"normalises with its own {share} of {recipe.batch_size} images",
+                stacklevel=3,
+            )
+    return model.to(place).to(memory_format=torch.channels_last), objective
+
+
+def _optimizer(model: nn.Module, recipe: PretrainRecipe) -> torch.optim.Optimizer:
+    # Weight decay only for matrices: the scales and shifts of BatchNorm would fight it.
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    return torch.optim.SGD(
+        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=recipe.peak_lr,
+        momentum=recipe.momentum,
+        nesterov=True,
+    )
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """What a run continues from after ``step`` steps."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+
+
+def _finished(backbone: FilmResNet18, output: str | Path) -> FilmResNet18:
+    """Copy a trained network to the CPU, with ordinary BatchNorm; ValueError unless its weights are finite."""
     weights = {name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()}
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise ValueError(f"the weights are NaN or infinite: try another folder than {output}, and a smaller peak_lr")
-    if accelerator.is_main_process:
-        with atomic_replace(run.path / "backbone.safetensors") as temporary:
-            save_file(weights, temporary)
-    accelerator.wait_for_everyone()
     with torch.device("meta"):
-        trained = FilmResNet18()  # with ordinary BatchNorm again
+        trained = FilmResNet18()
     trained.load_state_dict(weights, assign=True)
     return trained.eval()
+
+
+class Objective:
+    """The loss of a batch: of its labels, its quarter turns, and the teacher's features.
+
+    Attributes
+    ----------
+    sizes : list of int
+        Outputs of the linear classifier for classes, turns and the teacher's features.
+    """
+
+    def __init__(self, recipe: PretrainRecipe, classes: int, teacher: Teacher | None) -> None:
+        self.recipe, self.teacher = recipe, teacher
+        self.sizes = [classes, TURNS if recipe.rotation else 0, 0 if teacher is None else teacher.out_features]
+
+    def __call__(self, outputs: Tensor, images: Tensor, labels: Tensor, turns: Tensor) -> Tensor:
+        """Loss of the outputs (n, positions, outputs) for images (n, 3, h, w), labels (n,) and quarter turns (n,)."""
+        classes = self.sizes[0]
+        loss = class_loss(outputs[..., :classes], labels, self.recipe)
+        # The classifier is linear: the mean of its outputs is its output for the mean, the features.
+        of_turns, of_teacher = outputs[..., classes:].mean(1).split(self.sizes[1:], dim=1)
+        if self.recipe.rotation:
+            loss = loss + F.cross_entropy(of_turns, turns)
+        if self.teacher is not None:
+            loss = loss + TEACHER_WEIGHT * F.mse_loss(of_teacher, self.teacher(images))
+        return loss
 
 
 class PositionClassifier(nn.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.folder import read_tensors
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Name of the synthetic source of :mod:`fewshot_mahalanobis.research.data.glyphs`.
 GLYPHS = "glyphs"
+#: Seconds between saved states.
+SAVE_EVERY = 300.0
 #: Most pixels a side to draw them at: 8,000 of 288 would take five minutes and two gigabytes. Tasks enlarge them.
 MOST_GLYPH_PIXELS = 160
 
@@ -102,6 +107,21 @@ def stopped_between_steps(accelerator: Accelerator) -> Iterator[Callable[[], boo
         yield stop
 
 
+def remaining(
+    items: Dataset[Any], first: int, end: int, accelerator: Accelerator, *, workers: int, batch_size: int | None = None
+) -> DataLoader[Any]:
+    """Load the items from ``first`` to ``end`` that are this process's, one by one or in batches."""
+    return DataLoader(
+        items,
+        batch_size=batch_size,
+        sampler=range(first, end)[accelerator.process_index :: accelerator.num_processes],
+        num_workers=workers,
+        worker_init_fn=ignore_stop_signals,
+        pin_memory=accelerator.device.type == "cuda",
+        generator=torch.Generator(),  # else workers would be seeded by the global generator
+    )
+
+
 def ignore_stop_signals(worker: int) -> None:
     """Let a process that loads data go on at Ctrl-C and SIGTERM, which go to all: the step still needs it."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -136,6 +156,7 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         self._main = main
+        self._saved = -math.inf  # the first step is saved: it may have come late
         self._writer_class = _tensorboard_writer() if tensorboard and main else None
         self._writer: Any = None
         recipe = json.loads(json.dumps(recipe))
@@ -172,10 +193,16 @@ class RunFolder:
                 self._writer = self._writer_class(str(self.path / "tensorboard"), purge_step=step + 1)
         return state
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Save the state; a process killed meanwhile leaves the previous one."""
+    def save(self, state: Callable[[], Mapping[str, Any]], *, now: bool) -> None:
+        """Save the state now, or if the last one is ``SAVE_EVERY`` seconds old.
+
+        A process killed meanwhile leaves the previous one.
+        """
+        if not self._main or not (now or time.monotonic() - self._saved > SAVE_EVERY):
+            return
         with atomic_replace(self.path / "state.pt") as temporary:
-            torch.save(dict(state), temporary)
+            torch.save(dict(state()), temporary)
+        self._saved = time.monotonic()
 
     def log(self, step: int, **record: Any) -> None:
         """Log numbers, or dicts of numbers, after ``step`` steps."""

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fewshot_mahalanobis.research.training import run
 from fewshot_mahalanobis.research.training.meta_train import meta_train
 from fewshot_mahalanobis.research.training.pretrain import pretrain
 from fewshot_mahalanobis.research.training.recipes import PretrainRecipe
@@ -29,7 +30,8 @@ server.set_forkserver_preload([__name__, "torch._dynamo"])  # which the first st
 
 def in_one_thread(train, recipe, output):
     torch.set_num_threads(1)
-    train(recipe, output, device="cpu", save_every=0, progress=False)
+    run.SAVE_EVERY = 0.0  # in this process alone
+    train(recipe, output, device="cpu", progress=False)
 
 
 def start(train, recipe, output):

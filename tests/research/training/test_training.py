@@ -22,6 +22,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes, episode_rng
 from fewshot_mahalanobis.research.training import meta_train as meta_training
+from fewshot_mahalanobis.research.training import run
 from fewshot_mahalanobis.research.training.augment import augment_task, cut_to_ink, is_grey
 from fewshot_mahalanobis.research.training.meta_train import learning_rate as meta_learning_rate
 from fewshot_mahalanobis.research.training.meta_train import (
@@ -320,8 +321,9 @@ def test_a_run_learns_the_pooling_and_goes_on_where_it_was_interrupted(folder, t
 
     with monkeypatch.context() as patch:
         patch.setattr(meta_training, "learning_rate", interrupted)
+        patch.setattr(run, "SAVE_EVERY", 0.0)
         with pytest.raises(KeyboardInterrupt):
-            meta_train(recipe, tmp_path / "broken", device="cpu", progress=False, save_every=0)
+            meta_train(recipe, tmp_path / "broken", device="cpu", progress=False)
     resumed = meta_train(recipe, tmp_path / "broken", device="cpu", progress=False)
     assert resumed.config == unbroken.config
     for name, weight in resumed.state_dict().items():
@@ -332,8 +334,8 @@ def test_the_weights_of_the_last_steps_are_averaged(folder, backbone, tmp_path, 
     states = []
     recipe = meta_recipe(folder, backbone, tasks=6, learning_rate=0.01)
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "save", lambda run, state: states.append(copy.deepcopy(state["model"])))
-        meta_train(recipe, tmp_path / "plain", device="cpu", progress=False, save_every=0)
+        patch.setattr(RunFolder, "save", lambda run, state, now: states.append(copy.deepcopy(state()["model"])))
+        meta_train(recipe, tmp_path / "plain", device="cpu", progress=False)
     averaged = meta_train(replace(recipe, average=2 / 3), tmp_path / "averaged", device="cpu", progress=False)
     _, second, third = states
     moved = 0.0
@@ -567,7 +569,7 @@ def test_logs_after_the_saved_state_are_forgotten_when_a_run_goes_on(tmp_path):
     for step in (1, 2, 3):
         run.log(step, loss=step / 2)
         if step == 2:
-            run.save({"step": 2})
+            run.save(lambda: {"step": 2}, now=True)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # where a kill cut it off
     again = RunFolder(tmp_path, {"a": 1})
