@@ -263,20 +263,22 @@ def evaluate(
 
         fewshot-mahalanobis evaluate omniglot:test mnist:test --root data --protocol variable --plots plots
     """
-    from fewshot_mahalanobis.research.evaluation.report import Settings, evaluate_checkpoints
+    from fewshot_mahalanobis.research.evaluation.report import Compared, Settings, evaluate_checkpoints
 
     with clear_errors():
         text = evaluate_checkpoints(
-            checkpoints or ["default"],
+            Compared(
+                checkpoints or ["default"],
+                methods or (),
+                heads or (),
+                adapt,
+                task_covariance=not no_task_covariance,
+                projection=projection,
+                image_size=image_size,
+            ),
             sources,
             Settings(protocol.value, tuple(shots or (1, 5)), way, queries, episodes, seed, precision.value),
-            methods=methods or (),
-            heads=heads or (),
-            adapt=adapt,
-            task_covariance=not no_task_covariance,
-            projection=projection,
             in_domain=in_domain,
-            image_size=image_size,
             root=root,
             file=results,
             plots=plots,

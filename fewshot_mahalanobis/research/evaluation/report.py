@@ -17,6 +17,7 @@ from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.networks.devices import choose_device, choose_dtype, precision_name
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines import METHODS
+from fewshot_mahalanobis.research.baselines.model import Baseline
 from fewshot_mahalanobis.research.data.datasets import open_source
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, VariableEpisodes
@@ -161,11 +162,7 @@ def evaluate(
     shots: tuple[int | None, ...] = tuple(dict.fromkeys(settings.shots)) if settings.protocol == "fixed" else (None,)
     opened, results = open_sources(sources, root, model.image_size), []
     if settings.protocol == "fixed":
-        for source in opened:  # fail before any work if a source is too small
-            try:
-                FixedEpisodes(source, min(settings.way, len(source.class_names)), max(settings.shots)).draw(0)
-            except ValueError as error:
-                raise ValueError(f"{source.name}: {error}. Leave it out, or give smaller --shot") from error
+        _check_sizes(opened, settings)
     for source in tqdm(opened, desc="sources", disable=not progress):
         images, features = source, None
         for shot in shots:
@@ -205,18 +202,85 @@ def evaluate(
     return results
 
 
+@dataclass(frozen=True)
+class Compared:
+    """What is compared on the same episodes.
+
+    Attributes
+    ----------
+    checkpoints : sequence of str
+        As :func:`~fewshot_mahalanobis.load_checkpoint` takes them. The first is the one that others are compared with.
+    methods : sequence of str
+        Methods to compare with: a name of ``fewshot_mahalanobis.research.baselines.METHODS`` on the first checkpoint's
+        network without adaptation, or the folder of one that ``meta-train --method`` trained. The table then has a row
+        for each method.
+    heads : sequence of str
+        By default, a single checkpoint is evaluated with its own head, "mahalanobis" and "euclidean"; several
+        checkpoints, or checkpoints beside methods, with their own.
+    adapt, task_covariance, projection
+        As for :func:`variants_of`. By default only the first of several checkpoints is evaluated without adaptation.
+    image_size : int, optional
+        Side of the images in pixels; default: each checkpoint's own.
+    """
+
+    checkpoints: Sequence[str]
+    methods: Sequence[str] = ()
+    heads: Sequence[str] = ()
+    adapt: bool | None = None
+    task_covariance: bool = True
+    projection: bool = True
+    image_size: int | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The checkpoints, each once."""
+        return list(dict.fromkeys(self.checkpoints))
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one checkpoint."""
+        return len(self.names) > 1 or bool(self.methods)
+
+    def variants(self, name: str, model: SimpleCNAPS) -> dict[str, Variant]:
+        """Variants of a checkpoint, by their titles."""
+        others = name != self.names[0] and model.film_generator is not None
+        return variants_of(
+            model,
+            self.heads or ((model.config["head"],) if self.several else ()),
+            True if self.adapt is None and others else self.adapt,
+            task_covariance=self.task_covariance,
+            projection=self.projection,
+        )
+
+
+@dataclass
+class _Columns:
+    """Models with their variants, and where these stand in the table.
+
+    Attributes
+    ----------
+    models : dict of str to EpisodicModel
+        Checkpoints and trained methods.
+    variants : dict of str to dict of str to Variant
+        Variants of each model, by their titles.
+    headings : dict of str to dict of str to str
+        Heading of the column of each variant of each model.
+    published : dict of str to str
+        Heading -> the paper's name of the method, if it has figures for it.
+    """
+
+    models: dict[str, EpisodicModel]
+    variants: dict[str, dict[str, Variant]]
+    headings: dict[str, dict[str, str]]
+    published: dict[str, str]
+
+
 def evaluate_checkpoints(
-    checkpoints: Sequence[str],
+    compared: Compared,
     sources: Sequence[str],
     settings: Settings | None = None,
     *,
-    methods: Sequence[str] = (),
-    heads: Sequence[str] = (),
-    adapt: bool | None = None,
-    task_covariance: bool = True,
-    projection: bool = True,
     in_domain: Sequence[str] | None = None,
-    image_size: int | None = None,
     root: str | Path | None = None,
     file: str | Path | None = None,
     plots: str | Path | None = None,
@@ -227,23 +291,11 @@ def evaluate_checkpoints(
 
     Parameters
     ----------
-    checkpoints : sequence of str
-        As :func:`~fewshot_mahalanobis.load_checkpoint` takes them. The first is the one that others are compared with.
+    compared : Compared
     sources, settings, root, file
         As for :func:`evaluate`.
-    methods : sequence of str
-        Methods to compare with: a name of ``fewshot_mahalanobis.research.baselines.METHODS`` on the first checkpoint's
-        network without adaptation, or the folder of one that ``meta-train --method`` trained. The table then has a row
-        for each method.
-    heads : sequence of str
-        By default, a single checkpoint is evaluated with its own head, "mahalanobis" and "euclidean"; several
-        checkpoints, or checkpoints beside methods, with their own.
-    adapt, task_covariance, projection
-        As for :func:`variants_of`. By default only the first of several checkpoints is evaluated without adaptation.
     in_domain : sequence of str, optional
         Data sets that a checkpoint was trained on, for the averages. Known for a single named checkpoint.
-    image_size : int, optional
-        Side of the images in pixels; default: each checkpoint's own.
     plots : path, optional
         Folder for plots of accuracy against shots and ways.
     device : str
@@ -265,62 +317,68 @@ def evaluate_checkpoints(
     """
     settings = Settings() if settings is None else settings
     if plots is not None:
-        if settings.protocol == "fixed" and len(set(settings.shots)) < 2:
-            raise ValueError("--plots needs --protocol variable, or several --shot")
-        importlib.import_module("fewshot_mahalanobis.plotting")  # tells at once if matplotlib is missing
-        Path(plots).mkdir(parents=True, exist_ok=True)
-    names = list(dict.fromkeys(checkpoints))
-    first, several = names[0], len(names) > 1 or bool(methods)
-    frozen, trained = open_methods(methods)
-    if trained and image_size is not None:
-        raise ValueError("--image-size is for checkpoints: a trained method has the size that it was trained at")
-    models: dict[str, SimpleCNAPS] = {name: load_checkpoint(name).to(choose_device(device)) for name in names}
-    if image_size is not None:
-        models = {name: model.at_size(image_size) for name, model in models.items()}
-    variants = {}
-    for name, model in models.items():
-        adapts = model.config["adaptation"] != "none"
-        variants[name] = variants_of(
-            model,
-            heads or ((model.config["head"],) if several else ()),
-            True if adapt is None and name != first and adapts else adapt,
-            task_covariance=task_covariance,
-            projection=projection,
-        )
+        _prepare_plots(Path(plots), settings)
+    columns, first = _columns(compared, choose_device(device)), compared.names[0]
     if in_domain is not None:
-        check_in_domain(in_domain, [source.name for source in open_sources(sources, root, models[first].image_size)])
-    elif len(names) == 1:
+        size = columns.models[first].image_size
+        check_in_domain(in_domain, [source.name for source in open_sources(sources, root, size)])
+    elif len(compared.names) == 1:
         in_domain = IN_DOMAIN.get(first)
-    columns = headings(models, variants) if several else {first: {title: title for title in variants[first]}}
-    published = {
-        columns[name][title]: method
-        for name, model in models.items()
-        for title, variant in variants[name].items()
-        if (method := published_method(model.config, variant)) is not None
-    }
-    # The paper trains the network of other methods, so it has no figures for them on a frozen one.
-    kinds = {title: METHODS[str(variant.head)] for title, variant in frozen.items()}
-    kinds = {title: kind for title, kind in kinds.items() if not kind.trains_network}
-    entrants: dict[str, EpisodicModel] = {**models}
-    for title, baseline in trained.items():
-        entrants[title] = baseline.to(choose_device(device))
-        variants[title] = {title: Variant(baseline.head.adaptation != "none", baseline.config["head"])}
-        columns[title] = {title: title}
-        kinds[title] = type(baseline.head)
-    published |= {title: method.paper_title for title, method in kinds.items() if method.paper_title}
-    variants[first] |= frozen
-    columns[first] |= {title: title for title in frozen}
     evaluated = {
-        name: evaluate(model, sources, settings, variants=variants[name], root=root, file=file)
-        for name, model in entrants.items()
+        name: evaluate(model, sources, settings, variants=columns.variants[name], root=root, file=file)
+        for name, model in columns.models.items()
     }
     results, gains = evaluated[first], []
-    if several:
-        results = joined(evaluated, columns)
-        gains = differences(results, next(iter(columns[first].values())), in_domain)
+    if compared.several:
+        results = joined(evaluated, columns.headings)
+        gains = differences(results, next(iter(columns.headings[first].values())), in_domain)
     if plots is not None:
         plot_curves(results, plots)
-    return FORMS[form](results, averages(results, in_domain), gains, published, by_method=bool(methods))
+    by_method = bool(compared.methods)
+    return FORMS[form](results, averages(results, in_domain), gains, columns.published, by_method=by_method)
+
+
+def _prepare_plots(folder: Path, settings: Settings) -> None:
+    """Make the folder of plots; an error if there is nothing to plot, or nothing to plot it with."""
+    if settings.protocol == "fixed" and len(set(settings.shots)) < 2:
+        raise ValueError("--plots needs --protocol variable, or several --shot")
+    importlib.import_module("fewshot_mahalanobis.plotting")  # an error at once if matplotlib is missing
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _columns(compared: Compared, device: torch.device) -> _Columns:
+    """Load what is compared."""
+    frozen, trained = open_methods(compared.methods)
+    if trained and compared.image_size is not None:
+        raise ValueError("--image-size is for checkpoints: a trained method has the size that it was trained at")
+    checkpoints: dict[str, SimpleCNAPS] = {name: load_checkpoint(name).to(device) for name in compared.names}
+    if compared.image_size is not None:
+        checkpoints = {name: model.at_size(compared.image_size) for name, model in checkpoints.items()}
+    variants = {name: compared.variants(name, model) for name, model in checkpoints.items()}
+    first = compared.names[0]
+    titles = {first: {title: title for title in variants[first]}}
+    columns = _Columns({**checkpoints}, variants, headings(checkpoints, variants) if compared.several else titles, {})
+    for name, model in checkpoints.items():
+        for title, variant in variants[name].items():
+            if (method := published_method(model.config, variant)) is not None:
+                columns.published[columns.headings[name][title]] = method
+    _add_methods(columns, first, frozen, {title: baseline.to(device) for title, baseline in trained.items()})
+    return columns
+
+
+def _add_methods(columns: _Columns, first: str, frozen: dict[str, Variant], trained: dict[str, Baseline]) -> None:
+    """Add methods on the frozen network of the first checkpoint, and trained ones."""
+    kinds = {title: METHODS[str(variant.head)] for title, variant in frozen.items()}
+    # The paper trains the network of other methods, so it has no figures for them on a frozen one.
+    kinds = {title: kind for title, kind in kinds.items() if not kind.trains_network}
+    columns.variants[first] |= frozen
+    columns.headings[first] |= {title: title for title in frozen}
+    for title, baseline in trained.items():
+        columns.models[title] = baseline
+        columns.variants[title] = {title: Variant(baseline.head.adaptation != "none", baseline.config["head"])}
+        columns.headings[title] = {title: title}
+        kinds[title] = type(baseline.head)
+    columns.published |= {title: kind.paper_title for title, kind in kinds.items() if kind.paper_title}
 
 
 def open_sources(sources: Sequence[str], root: str | Path | None, size: int) -> list[ImageSource]:
@@ -332,6 +390,15 @@ def open_sources(sources: Sequence[str], root: str | Path | None, size: int) -> 
             raise ValueError(f"two sources are called {source.name!r}: rename one of them")
         opened[source.name] = source
     return list(opened.values())
+
+
+def _check_sizes(sources: Sequence[ImageSource], settings: Settings) -> None:
+    """ValueError if a source is too small for the episodes, before any work."""
+    for source in sources:
+        try:
+            FixedEpisodes(source, min(settings.way, len(source.class_names)), max(settings.shots)).draw(0)
+        except ValueError as error:
+            raise ValueError(f"{source.name}: {error}. Leave it out, or give smaller --shot") from error
 
 
 def _ways(source: ImageSource, settings: Settings) -> int | None:

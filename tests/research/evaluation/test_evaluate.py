@@ -138,7 +138,7 @@ def test_plots_without_matplotlib_are_refused_before_any_work(tmp_path, monkeypa
     monkeypatch.delitem(sys.modules, "fewshot_mahalanobis.plotting", raising=False)
     monkeypatch.setattr(report_module, "load_checkpoint", lambda name: pytest.fail("work was begun"))
     with pytest.raises(ImportError, match="pip install"):
-        report_module.evaluate_checkpoints(["resnet18"], ["a"], plots=tmp_path / "plots")
+        report_module.evaluate_checkpoints(report_module.Compared(["resnet18"]), ["a"], plots=tmp_path / "plots")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '[{"source": "a"}]', '[{"source": "a", "way": "five"}]'])
