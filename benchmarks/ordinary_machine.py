@@ -74,7 +74,7 @@ def measured() -> dict[str, float]:
     )
     batch = pictures[:25].float() / 127.5 - 1
     with torch.no_grad():
-        found["set encoder"] = seconds(lambda: default.task_representation(batch))
+        found["FiLM parameters"] = seconds(lambda: default.film_parameters(batch))
     return {**found, "native": float(native_bfloat16(CPU))}
 
 
@@ -99,7 +99,7 @@ def main() -> None:
     print(markdown_table(rows, [f"{IMAGES} images of {SIZE} px, one thread", "bfloat16", "auto", "times as fast"]))
     rows = [
         [n, f"{plain[n]:.2f} s", f"{hidden_[n]:.2f} s", f"{hidden_[n] / plain[n]:.1f}"]
-        for n in ("whole task", "set encoder")
+        for n in ("whole task", "FiLM parameters")
     ]
     print(
         markdown_table(rows, ["default checkpoint, auto, one thread", "as it is", "bfloat16 hidden", "times as slow"])

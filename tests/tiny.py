@@ -77,3 +77,13 @@ def adapting_model() -> SimpleCNAPS:
             if parameter.ndim == 1:
                 torch.nn.init.normal_(parameter, std=0.05)
     return model
+
+
+def task_representation(model: SimpleCNAPS, support: Tensor, batch_size: int | None = None) -> Tensor:
+    """z (64,) of a support set: what the model's FiLM generator gets."""
+    assert model.film_generator is not None
+    seen: list[Tensor] = []
+    hook = model.film_generator.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+    model.film_parameters(support, batch_size)
+    hook.remove()
+    return seen[0]

@@ -120,20 +120,6 @@ class SimpleCNAPS(nn.Module):
         backbone: Backbone | EfficientNet | None = None,
     ) -> None:
         super().__init__()
-        if adaptation not in GENERATORS:
-            raise ValueError(f"adaptation must be one of {sorted(GENERATORS)}, not {adaptation!r}")
-        _check_image_size(image_size, 32 if backbone is None or adaptation != "none" else 1)
-        if encoder_size is not None and (adaptation == "none" or not 32 <= encoder_size <= 1024):
-            raise ValueError(f"encoder_size, of a model that adapts, is from 32 to 1024 pixels, not {encoder_size!r}")
-        if backbone is not None and (adaptation == "auto-regressive" or head == "linear" or projection):
-            raise ValueError(
-                "a backbone takes no auto-regressive adaptation, linear head or projection: use adaptation='film' or "
-                "'none', projection=False and another head"
-            )
-        if backbone is not None and (adaptation == "film") != bool(backbone.film_positions):
-            raise ValueError("a backbone has positions for FiLM where adaptation is 'film', and nowhere else")
-        if frozen_features and adaptation == "none":
-            raise ValueError("frozen_features=True needs adaptation")
         self.config: dict[str, Any] = {
             "adaptation": adaptation,
             "head": head,
@@ -150,7 +136,7 @@ class SimpleCNAPS(nn.Module):
             self.config["frozen_features"] = True
         if backbone is not None:
             self.config["backbone"] = backbone.description
-        self.encoder_size = encoder_size
+        _check_settings(self.config, backbone)
         self.image_size = image_size
         self.feature_extractor: FeatureExtractor = (
             FilmResNet18().requires_grad_(False).eval() if backbone is None else backbone
@@ -202,14 +188,9 @@ class SimpleCNAPS(nn.Module):
 
     # ---------------------------------------------------------------- the method
 
-    def task_representation(
-        self,
-        support_images: Tensor | Iterable[Tensor],
-        batch_size: int | None = None,
-    ) -> Tensor:
+    def _task_representation(self, support_images: Tensor | Iterable[Tensor], batch_size: int | None) -> Tensor:
         """Task representation z = g_phi(S), shape (64,); the parameters are those of :meth:`film_parameters`."""
-        if self.set_encoder is None:
-            raise ValueError("this model does not adapt: it has no set encoder")
+        assert self.set_encoder is not None
         support, frozen = self._read_once(in_batches(support_images, batch_size))
         z: Tensor = self.set_encoder(support)
         return z if self.feature_encoder is None else z + self._encoded_features(torch.cat(frozen))
@@ -223,7 +204,7 @@ class SimpleCNAPS(nn.Module):
         for images in batches:
             if network is not None:
                 frozen.append(network.unprojected_features(images, len(images)))
-            small.append(self.encoder_input(images))
+            small.append(self._encoder_input(images))
         return small, frozen
 
     def _encoded_features(self, features: Tensor) -> Tensor:
@@ -235,9 +216,9 @@ class SimpleCNAPS(nn.Module):
             encoded: Tensor = self.feature_encoder(torch.cat([mean, deviation]))
         return encoded
 
-    def encoder_input(self, images: Tensor) -> Tensor:
+    def _encoder_input(self, images: Tensor) -> Tensor:
         """Resize images (n, 3, h, w) to ``encoder_size``."""
-        side = self.encoder_size
+        side = self.config.get("encoder_size")
         if side is None or tuple(images.shape[2:]) == (side, side):
             return images
         return F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True).to(images.dtype)
@@ -258,7 +239,7 @@ class SimpleCNAPS(nn.Module):
         """
         if self.film_generator is None:
             return None
-        z = self.task_representation(support_images, batch_size)
+        z = self._task_representation(support_images, batch_size)
         return self.film_generator(z, in_batches(support_images, batch_size), self.feature_extractor)
 
     def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
@@ -552,6 +533,27 @@ class SimpleCNAPS(nn.Module):
         from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
         return load_checkpoint(pretrained_model_name_or_path, backbone, **hub_options)
+
+
+def _check_settings(config: Mapping[str, Any], backbone: Backbone | EfficientNet | None) -> None:
+    """ValueError unless the settings of a model fit together, and its backbone."""
+    adaptation, encoder_size = config["adaptation"], config.get("encoder_size")
+    if adaptation not in GENERATORS:
+        raise ValueError(f"adaptation must be one of {sorted(GENERATORS)}, not {adaptation!r}")
+    _check_image_size(config["image_size"], 32 if backbone is None or adaptation != "none" else 1)
+    if encoder_size is not None and (adaptation == "none" or not 32 <= encoder_size <= 1024):
+        raise ValueError(f"encoder_size, of a model that adapts, is from 32 to 1024 pixels, not {encoder_size!r}")
+    if config.get("frozen_features") and adaptation == "none":
+        raise ValueError("frozen_features=True needs adaptation")
+    if backbone is None:
+        return
+    if adaptation == "auto-regressive" or config["head"] == LinearHead.name or config["projection"]:
+        raise ValueError(
+            "a backbone takes no auto-regressive adaptation, linear head or projection: use adaptation='film' or "
+            "'none', projection=False and another head"
+        )
+    if (adaptation == "film") != bool(backbone.film_positions):
+        raise ValueError("a backbone has positions for FiLM where adaptation is 'film', and nowhere else")
 
 
 def _check_image_size(image_size: int, smallest: int) -> None:

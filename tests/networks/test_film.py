@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis import SimpleCNAPS
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.film import Film
+from tests.tiny import task_representation
 
 SIZE = 64
 ARCHITECTURES = [
@@ -243,7 +244,7 @@ def test_a_set_encoder_may_see_images_at_another_size():
     )
     smaller = nn.functional.interpolate(IMAGES, (32, 32), mode="bilinear", antialias=True)
     with torch.no_grad():
-        torch.testing.assert_close(model.task_representation(IMAGES), model.set_encoder(smaller))
+        torch.testing.assert_close(task_representation(model, IMAGES), model.set_encoder(smaller))
     assert model.config["encoder_size"] == 32
     with pytest.raises(ValueError, match="encoder_size"):
         SimpleCNAPS(adaptation="none", encoder_size=64)
