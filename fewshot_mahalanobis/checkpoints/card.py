@@ -139,7 +139,7 @@ def model_card(
 
 
 def public_checkpoint(checkpoint: Any) -> str | None:
-    """The name of a checkpoint that others can load by it; None for a module and for a path of this machine."""
+    """Return the name by which others can load a checkpoint; None for a module or a path of this machine."""
     if not isinstance(checkpoint, str):
         return None
     hub = hub_name(checkpoint) is not None and not os.path.isdir(checkpoint)  # noqa: PTH112
@@ -196,6 +196,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _escape(text: Any) -> str:
-    """Text of a user's as text of a table's cell, whatever Markdown and HTML would make of it."""
+    """Escape a user's text for a cell of a Markdown table."""
     escaped = html.escape(" ".join(str(text).split()))
     return "".join(f"&#{ord(sign)};" if sign in r"\`*_{}[]()#+-.!|~" else sign for sign in escaped)

@@ -192,13 +192,13 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
             **{name: kept[name] for name in ("temperature", "unknown_label", "threshold", "units")},
         ),
     )
-    check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)  # as when it is read
+    check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)  # the checks of reading
     check_precision(header.parameters.precision)
     metadata = {"format": FORMAT, "classifier": json.dumps(msgspec.to_builtins(header))}
     with atomic_replace(path) as temporary:
         try:
             save_file(tensors, temporary, metadata=metadata)
-        except SafetensorError as error:  # the library's form of a full disk
+        except SafetensorError as error:  # raised by the library on a full disk
             raise OSError(f"{path} cannot be written: {error}") from error
 
 
@@ -265,7 +265,7 @@ def read_classifier(
     header = _read_header(path, metadata.get("classifier", ""))
     model = model_without_weights(header.model, str(path), backbone)
     try:
-        with torch.device("meta"):  # what the file is compared with takes no memory
+        with torch.device("meta"):  # expected tensors take no memory
             adapted = any(name.startswith("film.") for name in names)
             expected = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
@@ -286,7 +286,7 @@ def read_classifier(
 
 def _read_header(path: Path, text: str) -> Header:
     try:
-        # By the standard library, which reads what it wrote: NaN, and names of files that are not valid Unicode.
+        # The standard library reads what it wrote: NaN, and file names that are not valid Unicode.
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} has a damaged header: {error}") from error

@@ -43,7 +43,7 @@ def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> 
     target = _target(path)
     with _temporary_folder(path, target) as folder:
         temporary = folder / path.name
-        temporary.touch(0o666)  # how the umask is read: asking for it would change it for other threads
+        temporary.touch(0o666)  # reads the umask; asking for it would change it in other threads
         new_mode = stat.S_IMODE(temporary.stat().st_mode)
         temporary.unlink()
         yield temporary
@@ -65,14 +65,14 @@ def check_writable(path: Path) -> None:
 
 
 def readable_file(path: Path) -> bool:
-    """Whether ``path`` is a file; PermissionError if it may not be read, which libraries call a missing file."""
+    """Whether ``path`` is a file; PermissionError if it may not be read (libraries would call it missing)."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # neither a folder nor a pipe, which would block
             return False
         path.open("rb").close()
     except PermissionError as error:
         raise PermissionError(f"no permission to read {path}") from error
-    except (OSError, ValueError):  # the second for a name that no file can have
+    except (OSError, ValueError):  # ValueError: no file can have this name
         return False
     return True
 
@@ -90,7 +90,7 @@ def shortened(name: str, most_bytes: int) -> str:
 
 def _target(path: Path) -> Path:
     """Return where a path leads; OSError if that is no place for a file or folder."""
-    target = Path(os.path.realpath(path))  # of a dangling link, too
+    target = Path(os.path.realpath(path))  # follows a dangling link too
     try:
         old = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -123,7 +123,7 @@ def _temporary_folder(path: Path, target: Path) -> Iterator[Path]:
 
 
 def _set_permissions(file: Path, target: Path, mode: int, *, keep: bool) -> None:
-    """Give a file a mode or, with ``keep``, what the one has that it is to replace."""
+    """Give a file a mode or, with ``keep``, mode and owner of the file that it replaces."""
     if keep and target.exists():
         old = target.stat()
         mode = stat.S_IMODE(old.st_mode)
@@ -136,4 +136,4 @@ def _set_permissions(file: Path, target: Path, mode: int, *, keep: bool) -> None
 
 
 def _prefix(path: Path) -> str:
-    return f".saving-{shortened(path.name, 60)}-"  # names of files have a largest length
+    return f".saving-{shortened(path.name, 60)}-"  # file names have a maximum length

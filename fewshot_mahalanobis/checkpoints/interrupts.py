@@ -1,4 +1,4 @@
-"""Signals that wait until what must not be left half done is done."""
+"""Delay signals while something is done that must not be left half done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-#: Seconds in which a second signal is taken for the first: a launcher passes on what the terminal has sent already.
+#: Within so many seconds a second signal counts as the first: a launcher repeats what the terminal has sent.
 _SAME = 1.0
 
 

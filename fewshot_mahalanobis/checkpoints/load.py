@@ -107,7 +107,7 @@ def _local_folder(path: Path) -> Path:
         path.stat()
     except PermissionError as error:
         raise CheckpointError(f"{path}: no permission to look into the folder that it is in") from error
-    except (OSError, ValueError):  # the second for a name that no file can have
+    except (OSError, ValueError):  # ValueError: no file can have this name
         raise CheckpointError(f"{path}: no such folder") from None
     if path.is_file():
         raise CheckpointError(

@@ -32,7 +32,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 #: Environment variable: the folder for converted checkpoints.
 CACHE_VARIABLE = "FEWSHOT_MAHALANOBIS_CACHE"
-#: In the names of cached folders; another number if weights are converted in another way.
+#: Part of the names of cached folders; to be raised when weights are converted in another way.
 CONVERSION = 1
 
 _CARD = """\
@@ -106,7 +106,7 @@ def _converted(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         state_dict = {
             "feature_extractor." + key.removeprefix("module."): value
             for key, value in state_dict.items()
-            if _RESNET_KEY.match(key)  # its ImageNet classifier is left behind
+            if _RESNET_KEY.match(key)  # without its ImageNet classifier
         }
     if "feature_extractor.conv1.weight" not in state_dict:
         raise ValueError("no published model has these keys: 'feature_extractor.conv1.weight' is not among them")
@@ -123,7 +123,7 @@ def _converted(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     for key, value in state_dict.items():
         if key.startswith(_SECOND_COPY):
             continue
-        # Without adaptation the set encoder has no use; with it, its BatchNorm never reads running statistics.
+        # Without adaptation the set encoder is unused; with it, its BatchNorm never reads running statistics.
         unused = not adapts or key.endswith(("running_mean", "running_var", "num_batches_tracked"))
         if key.startswith("set_encoder.") and unused:
             continue

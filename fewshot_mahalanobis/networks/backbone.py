@@ -146,7 +146,7 @@ class Backbone(FrozenNetwork):
         origin: str | None = None,
         positions: Sequence[str] | None = (),
     ) -> Backbone:
-        """Wrap a network and run it once, to learn d and its norms, and to refuse what could not serve.
+        """Wrap a network and run it once, to find d and its norms and to refuse one that cannot serve.
 
         Parameters
         ----------
@@ -238,7 +238,7 @@ class Backbone(FrozenNetwork):
         return images if self.mean == self.std == _HALF else images * self.scale + self.shift
 
     def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> Backbone:
-        """Return a module of its own: moving this one does not move the other.
+        """Return an independent module: moving one does not move the other.
 
         Convolutions absorb FiLM and BatchNorm where they can; other tensors are shared. The weights stay in float32, as
         the network runs as its authors wrote it, under autocast for bfloat16.

@@ -27,7 +27,7 @@ def choose_device(device: str | torch.device) -> torch.device:
         if chosen.type == "meta":
             raise ValueError("device 'meta' computes nothing: its tensors have no values. Choose 'cpu' or 'cuda'")
         return chosen
-    except (RuntimeError, AssertionError, TypeError) as error:  # torch says "not compiled" by an assertion
+    except (RuntimeError, AssertionError, TypeError) as error:  # AssertionError: torch was not compiled for it
         raise ValueError(f"device {device!r} cannot be used here: {error}") from error
 
 

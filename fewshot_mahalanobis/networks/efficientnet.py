@@ -45,7 +45,7 @@ MEANS = (Statistic("final"),)
 
 
 class EvenSameConv2d(Conv2dSame):
-    """The same with the padding that sides of even length need, whatever the side."""
+    """The same, always with the padding of sides of even length."""
 
     def _padding(self, side: int) -> tuple[int, int]:
         return super()._padding(0)
@@ -82,7 +82,7 @@ class DepthwiseSeparable(nn.Module):
 
 
 class InvertedBottleneck(nn.Module):
-    """Wider by a 1 x 1 convolution, a depthwise one, narrower again (Sandler et al., CVPR 2018)."""
+    """A widening 1 x 1 convolution, a depthwise one, a narrowing 1 x 1 one (Sandler et al., CVPR 2018)."""
 
     convolutions = (("conv_pw", "bn1"), ("conv_dw", "bn2"), ("conv_pwl", "bn3"))
     depthwise_norm = "bn2"
@@ -205,7 +205,7 @@ class EfficientNet(FrozenNetwork):
     def pretrained(
         cls, image_size: int = 224, positions: Sequence[str] | None = (), pooling: Sequence[Statistic] = MEANS
     ) -> EfficientNet:
-        """Lite0 with the weights of the package. ImportError if it is absent, ValueError if its file is another."""
+        """Make Lite0 with the package's weights. ImportError if it is absent, ValueError if its file differs."""
         return cls.of_weights(LITE0, lite0_weights(), image_size, positions, pooling)
 
     @classmethod
@@ -217,7 +217,7 @@ class EfficientNet(FrozenNetwork):
         positions: Sequence[str] | None,
         pooling: Sequence[Statistic] = MEANS,
     ) -> EfficientNet:
-        """The network with weights in the order of its own, whatever their names; what follows them is left out."""
+        """Make the network with weights that are loaded by position, ignoring names and surplus entries."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # for initial weights, soon replaced
             network = cls(name, image_size, positions, pooling).float()
         load_in_order_(network.network, weights)
@@ -247,7 +247,7 @@ class EfficientNet(FrozenNetwork):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return a module of its own whose convolutions have absorbed FiLM and BatchNorm.
+        """Return an independent module whose convolutions have absorbed FiLM and BatchNorm.
 
         Lite0's weights are in ``dtype``. B0's stay in float32, and it runs under autocast for bfloat16.
         """
@@ -307,7 +307,7 @@ class FoldedBottleneck(nn.Module):
 
 
 def load_in_order_(network: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Fill ``network`` with entries in the order of its own, whatever their names; what follows them is left out.
+    """Load entries into ``network`` by position, ignoring names and surplus entries.
 
     ValueError if there are too few, or a shape differs.
     """

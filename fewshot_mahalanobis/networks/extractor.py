@@ -40,7 +40,7 @@ class FeatureExtractor(Protocol):
         """Images (n, 3, s, s) in [-1, 1] -> features (n, d), float32; differentiable with respect to ``film``."""
 
     def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return a module of its own, images -> features, adapted for good and computing in ``dtype``."""
+        """Return an independent module, images -> features, that is adapted and computes in ``dtype``."""
 
     def eval(self) -> Any:
         """Set evaluation mode, as any ``nn.Module``."""
@@ -103,14 +103,14 @@ class FrozenNetwork(nn.Module):
         ValueError
             The network's output is not a tensor (n, d) or (n, d, 1, 1).
         """
-        # Not every network can read channels_last: it may call ``view``. One that folds has been tried.
+        # Some networks call ``view`` and cannot read channels_last. One that can be folded has been tried.
         layout = torch.channels_last if self.foldable else torch.contiguous_format
         x = self.prepared(images.float()).contiguous(memory_format=layout)
         bfloat16 = images.dtype == torch.bfloat16
         with torch.autocast(images.device.type, torch.bfloat16) if bfloat16 else nullcontext():
             if film is None:
                 return _vectors(self.network(x))
-            # BatchNorms without FiLM are a third of the time, and folding them anew, as the weights are now, is little.
+            # Folding the BatchNorms without FiLM saves a third of the time; to fold them anew takes little.
             network = fold_network(self.network, self.foldable, keep=[*self.film_positions])
             learned = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
             return _vectors(functional_call(network, learned | modulated_parameters(network, film), (x,)))

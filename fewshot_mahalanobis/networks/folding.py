@@ -64,7 +64,7 @@ class FoldedConv(nn.Module):
     ) -> None:
         super().__init__()
         weight, bias = _folded(conv, bn, film)
-        if not (weight.isfinite().all() and bias.isfinite().all()):  # oneDNN's ReLU would make 0 of NaN
+        if not (weight.isfinite().all() and bias.isfinite().all()):  # oneDNN's ReLU would turn NaN into 0
             raise ValueError("the network's weights, folded with BatchNorm and FiLM, hold NaN or infinity")
         self.stride, self.padding, self.groups, self.activation = conv.stride, conv.padding, conv.groups, activation
         self.pads_by_size = _pads_by_size(conv)
@@ -141,7 +141,7 @@ def fold_network(
     keep : sequence of str
         BatchNorms that stay.
     """
-    # Parameters of its own, as a move changes them in place, that share their memory.
+    # New parameters that share memory: moving a module changes its parameters in place.
     shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in network.parameters()}
     folded = copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
     for name, value in modulated_parameters(network, Film({}) if film is None else film).items():

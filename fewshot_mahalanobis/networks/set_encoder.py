@@ -115,7 +115,7 @@ def in_batches(images: Tensor | Iterable[Tensor], batch_size: int | None) -> Ite
 
 
 def _may_be_kept(batches: list[Tensor], skipped: int) -> bool:
-    """Whether pooled maps may take the place of their batches, ``skipped`` layers after the last ones that did."""
+    """Whether pooled maps may replace their batches, ``skipped`` layers after the last that did."""
     entries = sum(images[:, 0].numel() for images in batches) // 4 ** (1 + skipped) * TASK_FEATURES
     return entries <= max(MAX_KEPT, sum(images.numel() for images in batches))
 

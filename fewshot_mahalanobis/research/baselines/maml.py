@@ -74,7 +74,7 @@ class MAML(LinearLayerHead, Method[LinearClassifier]):
     def adapt_network(
         self, network: nn.Module, images: Tensor, labels: Tensor, *, training: bool
     ) -> tuple[dict[str, Tensor], LinearClassifier]:
-        """Take the gradient steps of training, or the more ones of a test."""
+        """Take the gradient steps of training, or the larger number of a test."""
         return self.adapt(network, images, labels, self.training_steps if training else self.steps)
 
     @torch.enable_grad()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 GLYPHS = "glyphs"
 #: Seconds between saved states.
 SAVE_EVERY = 300.0
-#: Most pixels a side to draw them at: 8,000 of 288 would take five minutes and two gigabytes. Tasks enlarge them.
+#: Maximum side of drawn glyphs in pixels: 8,000 of 288 pixels would take five minutes and 2 GB. Tasks enlarge them.
 MOST_GLYPH_PIXELS = 160
 
 
@@ -123,7 +123,7 @@ def remaining(
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """Let a process that loads data go on at Ctrl-C and SIGTERM, which go to all: the step still needs it."""
+    """Ignore Ctrl-C and SIGTERM, which go to every process, in one that loads data: the step still needs it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -161,7 +161,7 @@ class RunFolder:
         self._writer: Any = None
         recipe = json.loads(json.dumps(recipe))
         file = self.path / "recipe.json"
-        if (self.path / "log.jsonl").exists():  # before the first step, a mistaken command does not block its folder
+        if (self.path / "log.jsonl").exists():  # a command that failed before its first step does not block the folder
             before = json.loads(file.read_text())
             changed = sorted(k for k in recipe.keys() | before.keys() if recipe.get(k) != before.get(k))
             if changed:
