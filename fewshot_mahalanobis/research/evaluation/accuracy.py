@@ -195,28 +195,9 @@ def evaluate_episodes(
         ways.append(episode.way)
         shots.append(np.bincount(episode.support_labels))
         queries = np.bincount(episode.query_labels, minlength=episode.way)
-        labels = torch.from_numpy(episode.support_labels).to(model.device)
-        features: dict[bool, tuple[Tensor, ...]] = {}
-        task: AdaptedTask | None = None
-        if plain_features is not None:
-            features[False] = plain_features[episode.support], plain_features[episode.query]
-        if any(v.adapt for v in variants):
-            images, query_images = map(source.network_input, (episode.support, episode.query))
-            task = model.adapt(images, labels, dtype=dtype, batch_size=batch_size)
-            support_features = task.fitted_head.support.adapted
-            if model.projection is not None:
-                support_features = task.network.unprojected_features(images, batch_size)
-            features[True] = support_features, task.network.unprojected_features(query_images, batch_size)
+        logits = _episode_logits(model, source, episode, heads, plain_features, dtype, batch_size)
         for variant in variants:
-            support_features, query_features = (f.to(model.device) for f in features[variant.adapt])
-            with torch.no_grad():
-                if model.projection is not None and variant.projection:
-                    support_features, query_features = map(model.projection, (support_features, query_features))
-                if task is None or not variant.adapt or not variant.as_trained(model.config):
-                    logits = heads[variant](support_features, labels, query_features)
-                else:  # gradient steps may have moved the head together with the network
-                    logits = task.fitted_head.logits(query_features)
-            predicted = logits.argmax(1).cpu().numpy()
+            predicted = logits[variant].argmax(1).cpu().numpy()
             right = predicted == episode.query_labels
             accuracies[variant].append(float(right.mean()))
             class_accuracies[variant].append(np.bincount(episode.query_labels, right, episode.way) / queries)
@@ -229,3 +210,38 @@ def evaluate_episodes(
         )
         for variant in variants
     }
+
+
+@torch.no_grad()
+def _episode_logits(
+    model: EpisodicModel,
+    source: ImageSource,
+    episode: Episode,
+    heads: Mapping[Variant, Head[Any]],
+    plain_features: UnadaptedFeatures | Tensor | None,
+    dtype: torch.dtype,
+    batch_size: int,
+) -> dict[Variant, Tensor]:
+    """Logits (m, k) of an episode's queries, by the head of every variant."""
+    labels = torch.from_numpy(episode.support_labels).to(model.device)
+    features: dict[bool, tuple[Tensor, Tensor]] = {}
+    task: AdaptedTask | None = None
+    if plain_features is not None:
+        features[False] = plain_features[episode.support], plain_features[episode.query]
+    if any(variant.adapt for variant in heads):
+        images, query_images = map(source.network_input, (episode.support, episode.query))
+        task = model.adapt(images, labels, dtype=dtype, batch_size=batch_size)
+        support = task.fitted_head.support.adapted
+        if model.projection is not None:
+            support = task.network.unprojected_features(images, batch_size)
+        features[True] = support, task.network.unprojected_features(query_images, batch_size)
+    logits = {}
+    for variant, head in heads.items():
+        support, queries = (f.to(model.device) for f in features[variant.adapt])
+        if model.projection is not None and variant.projection:
+            support, queries = model.projection(support), model.projection(queries)
+        if task is not None and variant.adapt and variant.as_trained(model.config):
+            logits[variant] = task.fitted_head.logits(queries)  # gradient steps may have moved the head too
+        else:
+            logits[variant] = head(support, labels, queries)
+    return logits
