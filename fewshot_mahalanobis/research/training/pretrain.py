@@ -205,26 +205,19 @@ def pretrain(
         for step, batch in enumerate(bar, start):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, images.steps, recipe)
-            crops, labels, turns = (part.to(place, non_blocking=True) for part in batch)
-            crops = crops.contiguous(memory_format=torch.channels_last)
-            with autocast(place, dtype):
-                at_positions = network(crops).float()
-            loss = objective(at_positions, crops, labels, turns)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
+            losses.append(_train(network, objective, optimizer, batch, place, dtype))
+            size = batch[0].shape[-1]
             last, stopped = step + 1 == images.steps, stop()
             epoch_ends = (step + 1) % images.steps_per_epoch == 0
             if step == 0 or last or stopped or epoch_ends or (step + 1) % REPORT_EVERY == 0:
                 mean = float(accelerator.reduce(torch.stack(losses).mean(), "mean"))
                 speed = len(losses) * recipe.batch_size / (time.monotonic() - reported)
-                record: dict[str, Any] = {"loss": mean, "size": crops.shape[-1], "images_per_second": round(speed, 1)}
+                record: dict[str, Any] = {"loss": mean, "size": size, "images_per_second": round(speed, 1)}
                 if epoch_ends and validation is not None:
                     record["validation"] = validation.accuracy(model.backbone, place)
                     model.train()
                 run.log(step + 1, **record)
-                bar.set_postfix(loss=f"{mean:.3f}", px=crops.shape[-1])
+                bar.set_postfix(loss=f"{mean:.3f}", px=size)
                 losses, reported = [], time.monotonic()
                 run.save(partial(_state, model, optimizer, step + 1), now=last or stopped)
                 if stopped:
@@ -284,6 +277,26 @@ def _optimizer(model: nn.Module, recipe: PretrainRecipe) -> torch.optim.Optimize
         momentum=recipe.momentum,
         nesterov=True,
     )
+
+
+def _train(
+    network: nn.Module,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    batch: Sequence[Tensor],
+    place: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Take a step on a batch of images, labels and quarter turns; return its loss."""
+    images, labels, turns = (part.to(place, non_blocking=True) for part in batch)
+    images = images.contiguous(memory_format=torch.channels_last)
+    with autocast(place, dtype):
+        outputs = network(images).float()
+    loss = objective(outputs, images, labels, turns)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
