@@ -173,82 +173,96 @@ def _recipe(kind: type[Recipe], config: Path | None, assignments: list[str] | No
     return read_recipe(kind, config, assignments or (), settings)
 
 
-def evaluate(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            help="Folders or zips of class folders; PATH:SPLIT names a split. With --root, data sets by name."
-        ),
-    ],
-    checkpoints: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--checkpoint",
-            help="Name, folder or Hub repository; may be repeated: each has a column and is compared with the first.",
-            show_default="default",
-        ),
-    ] = None,
-    methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            help="Method to compare with: knn, finetune, matchingnet, protonet or tpn, on the checkpoint's network, or "
-            "the folder of a method trained by `meta-train --method`; may be repeated.",
-        ),
-    ] = None,
-    protocol: Annotated[
-        Protocol, typer.Option(help="fixed: --way classes, --shot images each. variable: as Meta-Dataset draws them.")
-    ] = Protocol.fixed,
-    shots: Annotated[
-        list[int] | None,
-        typer.Option("--shot", min=1, help="Support images per class; repeatable.", show_default="1, 5"),
-    ] = None,
-    way: Annotated[int, typer.Option(min=2, help="Classes per episode (fixed protocol).")] = 5,
-    queries: Annotated[int, typer.Option(min=1, help="Query images per class, at most.")] = 10,
-    episodes: Annotated[int, typer.Option(min=2, help="Episodes per source.")] = 600,
-    heads: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--head",
-            help="Head to compare; may be repeated. Default: the checkpoint's own, mahalanobis and euclidean; with "
-            "several checkpoints, the own head of each.",
-        ),
-    ] = None,
-    adapt: Annotated[
-        bool | None, typer.Option(help="Only with or only without adaptation.", show_default="both")
-    ] = None,
-    no_task_covariance: Annotated[
-        bool, typer.Option("--no-task-covariance", help='Also compare without the task covariance ("-TR").')
-    ] = False,
-    projection: Annotated[
-        bool, typer.Option(help='Without it: also compare a "+P" checkpoint without its projection.')
-    ] = True,
-    in_domain: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Data set that the checkpoint was trained on, for averages; may be repeated. Known for named ones."
-        ),
-    ] = None,
-    image_size: Annotated[
-        int | None, typer.Option(help="Side that images are resized to, in pixels. Default: each checkpoint's.")
-    ] = None,
-    root: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT; paths may start there too.")
-    ] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            "--results", "-o", help="JSON file of results; results that it already holds are not computed again."
-        ),
-    ] = None,
-    table: Annotated[TableFormat, typer.Option("--format", help="What to write to standard output.")] = (
-        TableFormat.markdown
+# What ``evaluate`` takes.
+EvaluationSources = Annotated[
+    list[str],
+    typer.Argument(help="Folders or zips of class folders; PATH:SPLIT names a split. With --root, data sets by name."),
+]
+Checkpoints = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--checkpoint",
+        help="Name, folder or Hub repository; may be repeated: each has a column and is compared with the first.",
+        show_default="default",
     ),
-    plots: Annotated[Path | None, typer.Option(help="Folder for plots of accuracy against shots and ways.")] = None,
-    precision: Annotated[
-        Precision,
-        typer.Option(help="Precision of the convolutions; auto: bfloat16 where it is native, else float32."),
-    ] = Precision.auto,
+]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help="Method to compare with: knn, finetune, matchingnet, protonet or tpn, on the checkpoint's network, or "
+        "the folder of a method trained by `meta-train --method`; may be repeated.",
+    ),
+]
+EpisodeProtocol = Annotated[
+    Protocol, typer.Option(help="fixed: --way classes, --shot images each. variable: as Meta-Dataset draws them.")
+]
+Shots = Annotated[
+    list[int] | None,
+    typer.Option("--shot", min=1, help="Support images per class; repeatable.", show_default="1, 5"),
+]
+Way = Annotated[int, typer.Option(min=2, help="Classes per episode (fixed protocol).")]
+Queries = Annotated[int, typer.Option(min=1, help="Query images per class, at most.")]
+EpisodeCount = Annotated[int, typer.Option(min=2, help="Episodes per source.")]
+Heads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--head",
+        help="Head to compare; may be repeated. Default: the checkpoint's own, mahalanobis and euclidean; with "
+        "several checkpoints, the own head of each.",
+    ),
+]
+Adapt = Annotated[bool | None, typer.Option(help="Only with or only without adaptation.", show_default="both")]
+NoTaskCovariance = Annotated[
+    bool, typer.Option("--no-task-covariance", help='Also compare without the task covariance ("-TR").')
+]
+WithProjection = Annotated[
+    bool, typer.Option(help='Without it: also compare a "+P" checkpoint without its projection.')
+]
+InDomain = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Data set that the checkpoint was trained on, for averages; may be repeated. Known for named ones."
+    ),
+]
+ImageSize = Annotated[
+    int | None, typer.Option(help="Side that images are resized to, in pixels. Default: each checkpoint's.")
+]
+RootFolder = Annotated[
+    Path | None, typer.Option(help="Folder with the data sets given as NAME:SPLIT; paths may start there too.")
+]
+Results = Annotated[
+    Path | None,
+    typer.Option("--results", "-o", help="JSON file of results; results that it already holds are not computed again."),
+]
+Form = Annotated[TableFormat, typer.Option("--format", help="What to write to standard output.")]
+Plots = Annotated[Path | None, typer.Option(help="Folder for plots of accuracy against shots and ways.")]
+EvaluationPrecision = Annotated[
+    Precision,
+    typer.Option(help="Precision of the convolutions; auto: bfloat16 where it is native, else float32."),
+]
+
+
+def evaluate(
+    sources: EvaluationSources,
+    checkpoints: Checkpoints = None,
+    methods: Methods = None,
+    protocol: EpisodeProtocol = Protocol.fixed,
+    shots: Shots = None,
+    way: Way = 5,
+    queries: Queries = 10,
+    episodes: EpisodeCount = 600,
+    heads: Heads = None,
+    adapt: Adapt = None,
+    no_task_covariance: NoTaskCovariance = False,
+    projection: WithProjection = True,
+    in_domain: InDomain = None,
+    image_size: ImageSize = None,
+    root: RootFolder = None,
+    results: Results = None,
+    table: Form = TableFormat.markdown,
+    plots: Plots = None,
+    precision: EvaluationPrecision = Precision.auto,
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
