@@ -22,7 +22,6 @@ from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder, in_batches
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last, check_episode
 from fewshot_mahalanobis.research.baselines import METHODS
-from fewshot_mahalanobis.research.baselines.method import Method
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -216,7 +215,8 @@ class Baseline(nn.Module):
         """
         check_episode(support_images, support_labels)
         images, labels = channels_last(support_images.to(self.device)), support_labels.to(self.device)
-        extractor, head = self.feature_extractor, cast("Head[Any]", self.head)
+        extractor: FilmResNet18 = self.feature_extractor
+        head: Head[Any] = self.head
         with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             film = self._film(images, batch_size)
             weights, state = self.head.adapt_network(extractor, images, labels, training=False)
