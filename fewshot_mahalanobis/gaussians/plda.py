@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -254,7 +255,9 @@ class _Likelihood:
         chosen = torch.tensor([*dict.fromkeys(numbers[order].tolist())], device=labels.device)
         chosen = chosen[:: max(1, math.ceil(len(chosen) / _MAX_LEFT_OUT))]  # whole groups
         self.rows = order[torch.isin(numbers[order], chosen)]
-        self.groups = [left.select(torch.isin(numbers[left.rows[:, 0]], chosen)) for left in self.left_out.groups]
+        self.chosen = self.left_out.without(
+            [left.select(torch.isin(numbers[left.rows[:, 0]], chosen)) for left in self.left_out.groups]
+        )
         self.labels = labels[self.rows]
         self.weights = left_out_weights(labels, groups)[self.rows].to(x)
         self.examples = float(self.weights.sum())
@@ -263,14 +266,14 @@ class _Likelihood:
         """Settings with f, b and the scale that suit their beta, and the leave-one-out loss per example."""
         distance, spread = self.left_out.moments(settings.beta)
         settings = replace(settings, freedom=share * distance, spread=spread, scale=1.0)
-        logits = self.left_out.logits(settings, self.groups)[self.rows]
+        logits = self.left_out.logits(settings, self.chosen)[self.rows]
         fit = temperature_fit(logits, self.labels, _PSEUDO_EXAMPLES / logits.shape[1], self.weights)
         return replace(settings, scale=1.0 / fit.temperature), fit.loss
 
     def class_loss(self, settings: PldaSettings, share: float) -> float:
         """Sum over classes of the mean leave-one-out loss of their examples."""
         settings, _ = self.fitted(settings, share)
-        logits = self.left_out.logits(settings, self.groups)[self.rows]
+        logits = self.left_out.logits(settings, self.chosen)[self.rows]
         losses = self.weights * F.cross_entropy(logits, self.labels, reduction="none")
         return float((losses / self.labels.bincount(self.weights)[self.labels]).sum())
 
@@ -300,51 +303,55 @@ class LeftOutPlda:
             self.v, self.means = v @ vectors, centred @ vectors
         # Inner products (k, k) of what of the M_j lies outside the span of the v_i, where P is beta I.
         self.outside = centred @ centred.T - self.means @ self.means.T
-        self.groups = left_out_groups(labels, counts, groups)
         self.counts, self.freedom = counts, len(labels) - len(counts)  # n_k, n - k
         self.worth, self.worth_of_others = effective_counts(labels, groups)
         self.weights = left_out_weights(labels, groups)
+        self.groups = left_out_groups(labels, counts, groups)
+        self.all = self.without(self.groups)
+
+    def without(self, groups: Sequence[LeftOut]) -> list[_Without]:
+        """The model without each of these groups, in chunks of bounded memory."""
+        width = len(self.counts)
+        return [_Without(self, some) for left in groups for some in left.split(width + left.rows.shape[1])]
 
     def moments(self, beta: float) -> tuple[float, float]:
         """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
         distance = 0.0
-        for left in self.groups:
-            for some in left.split(len(self.counts) + left.rows.shape[1]):
-                rows, remain = some.rows, some.remaining > 0
-                own, others = _Without(self, some, beta).own_distances()[remain], self.worth_of_others[rows[remain]]
-                # Left out, an example is t (1 + 1 / n_k) from the mean of n_k others.
-                distance += float((self.weights[rows[remain]] * own / (1 + 1 / others)).sum())
+        for without in self.all:
+            rows = without.left.rows[without.remain]
+            # Left out, an example is t (1 + 1 / n_k) from the mean of n_k others.
+            own = without.own_distances(beta)[without.remain] / (1 + 1 / self.worth_of_others[rows])
+            distance += float((self.weights[rows] * own).sum())
         distance /= float(self.weights.sum())
         k = len(self.counts)
-        between = float(self.squared_lengths(beta, self.freedom).mean()) * k / (k - 1)
+        between = float(self.squared_lengths(self.inverse(beta, self.freedom), beta).mean()) * k / (k - 1)
         noise = distance * float((1 / self.worth).mean())
         spread = (between - noise) / distance if distance > 0 else _MAX_SPREAD
         return distance, min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
 
-    def logits(self, settings: PldaSettings, groups: Sequence[LeftOut]) -> Tensor:
-        """Exact logits (n, k) of the examples of some ``groups`` without these; minus infinity where nothing remains.
+    def logits(self, settings: PldaSettings, chosen: Sequence[_Without]) -> Tensor:
+        """Exact logits (n, k) of the examples of ``chosen`` groups; minus infinity where nothing remains.
 
         Rows of other examples have any value.
         """
         found = self.v.new_empty(len(self.v), len(self.counts))
-        for left in groups:
-            for some in left.split(len(self.counts) + left.rows.shape[1]):
-                found[some.rows] = _Without(self, some, settings.beta).logits(settings)
+        for without in chosen:
+            found[without.left.rows] = without.logits(settings)
         return found
 
     def inverse(self, beta: float, divisor: int) -> Tensor:
         """Eigenvalues of (S + beta I)^-1, S with this divisor and zero without any."""
         return 1 / (self.eigenvalues / divisor + beta) if divisor > 0 else torch.full_like(self.eigenvalues, 1 / beta)
 
-    def products(self, classes: Tensor, beta: float, divisor: int) -> Tensor:
-        """M_y^T (S + beta I)^-1 M_j (..., k) of ``classes`` y (...) with all j, S with that divisor."""
+    def products(self, classes: Tensor, inverse: Tensor, beta: float) -> Tensor:
+        """M_y^T (S + beta I)^-1 M_j (..., k) of ``classes`` y (...) with all j, by the eigenvalues of the inverse."""
         unique, index = classes.unique(return_inverse=True)
-        products = (self.means[unique] * self.inverse(beta, divisor)) @ self.means.T + self.outside[unique] / beta
+        products = (self.means[unique] * inverse) @ self.means.T + self.outside[unique] / beta
         return products[index]
 
-    def squared_lengths(self, beta: float, divisor: int) -> Tensor:
-        """M_j^T (S + beta I)^-1 M_j (k,), S with that divisor."""
-        return self.means.square() @ self.inverse(beta, divisor) + self.outside.diagonal() / beta
+    def squared_lengths(self, inverse: Tensor, beta: float) -> Tensor:
+        """M_j^T (S + beta I)^-1 M_j (k,), by the eigenvalues of the inverse."""
+        return self.means.square() @ inverse + self.outside.diagonal() / beta
 
 
 class _Without:
@@ -356,66 +363,87 @@ class _Without:
     the identity of ``leave_out.py``.
     """
 
-    def __init__(self, parts: LeftOutPlda, left: LeftOut, beta: float) -> None:
-        self.parts, self.left, self.beta = parts, left, beta
-        size = left.rows.shape[1]
+    def __init__(self, parts: LeftOutPlda, left: LeftOut) -> None:
+        self.parts, self.left = parts, left
+        size, remaining = left.rows.shape[1], left.remaining.to(parts.v)
         self.divisor = parts.freedom - size + left.gone
-        v = parts.v[left.rows]
-        self.weighted = v * parts.inverse(beta, self.divisor)
-        self.gram = self.weighted @ v.mT  # v_a^T B^-1 v_b (G, g, g)
         self.removed = 1 / self.divisor if self.divisor > 0 else 0.0
-        self.rest = left.inverse_weights() - self.removed * self.gram  # A^-1 - V B^-1 V^T over the divisor
-        self.identity = torch.eye(size, dtype=v.dtype, device=v.device)
+        self.v, self.remain, self.remaining = parts.v[left.rows], remaining > 0, remaining.clamp(min=1)
+        self.inverse_weights = left.inverse_weights()
+        self.identity = torch.eye(size, dtype=remaining.dtype, device=remaining.device)
 
-    def own_distances(self) -> Tensor:
+    def own_distances(self, beta: float) -> Tensor:
         """Squared distances (G, g) of the members to the means of what remains of their classes."""
-        labels, remaining = self.left.labels, self.left.remaining.clamp(min=1)
-        same = labels[:, :, None] == labels[:, None]
-        moved = self.identity + same / remaining[..., None]  # x less the mean, of v_i
-        v_x = self.gram @ moved.mT
-        return (moved * v_x.mT).sum(dim=2) + self._along(v_x).square().sum(dim=1)
+        same = self.left.labels[:, :, None] == self.left.labels[:, None]
+        moved = self.identity + same / self.remaining[..., None]  # x less the mean, of v_i
+        gram = (self.v * self.parts.inverse(beta, self.divisor)) @ self.v.mT
+        v_x = gram @ moved.mT
+        return (moved * v_x.mT).sum(dim=2) + self._along(v_x, gram).square().sum(dim=1)
 
     def logits(self, settings: PldaSettings) -> Tensor:
         """Logits (G, g, k) of the members; minus infinity where nothing remains."""
-        labels, remaining = self.left.labels, self.left.remaining.to(self.gram)
-        remain, classes = remaining > 0, len(self.parts.counts) - self.left.gone
-        v_n = self.weighted @ self.parts.means.T  # v_a^T M_j (G, g, k)
-        n_y = self.parts.products(labels, self.beta, self.divisor)  # M_y^T M_j of each member's class (G, g, k)
-        n_n = self.parts.squared_lengths(self.beta, self.divisor).expand(len(labels), -1)  # (G, k)
+        labels, beta = self.left.labels, settings.beta
+        members = labels[:, None].expand(-1, labels.shape[1], -1)
+        inverse = self.parts.inverse(beta, self.divisor)
+        weighted = self.v * inverse
+        gram = weighted @ self.v.mT  # v_a^T B^-1 v_b (G, g, g)
+        v_n = weighted @ self.parts.means.T  # v_a^T B^-1 M_j (G, g, k)
+        n_y = self.parts.products(labels, inverse, beta)  # M_y^T B^-1 M_j of each member's class y (G, g, k)
+        n_n = self.parts.squared_lengths(inverse, beta).expand(len(labels), -1)  # (G, k)
         if self.left.gone:  # N_j, the M_j less their mean s over the classes that remain, in place of the M_j
-            taken = self.left.shots - self.left.remaining
-            lost = ((~remain).to(v_n) / taken)[:, None] / max(classes, 1)  # s = -sum lost M
+            lost = self._lost  # s = -sum lost M
             s_n = -(lost @ n_y)[:, 0]  # s^T M_j (G, k)
             s_y = s_n.gather(1, labels)[:, None]  # (G, 1, g)
             s_s = -(lost * s_y).sum(dim=2)  # (G, 1)
-            v_n = v_n + v_n.gather(2, labels[:, None].expand(-1, labels.shape[1], -1)) @ lost.mT
+            v_n = v_n + v_n.gather(2, members) @ lost.mT
             n_y = n_y - s_n[:, None] - s_y.mT + s_s[..., None]
             n_n = n_n - 2 * s_n + s_s
-        v_y = v_n.gather(2, labels[:, None].expand(-1, labels.shape[1], -1))  # v_a^T N_y of member i (G, a, i)
-        # m_j - c = N_j + sum_a f_aj v_a and x_i - c = N_y + sum_a h_ai v_a
-        shares = (remain / remaining.clamp(min=1))[..., None]
-        of_centre = shares / max(classes, 1)  # minus what c moves by, of v_a (G, g, 1)
-        f = of_centre.expand_as(v_n).scatter_add(2, labels[..., None], -shares)
-        h = self.identity + of_centre
-        v_f, v_h = self.gram @ f, self.gram @ h
+        v_y = v_n.gather(2, members)  # v_a^T N_y of member i (G, a, i)
+        f, h = self._moves
+        v_f, v_h = gram @ f, gram @ h
         x_x = n_y.gather(2, labels[..., None]) + (h * (2 * v_y + v_h)).sum(dim=1)[..., None]
         x_m = n_y + h.mT @ (v_n + v_f) + v_y.mT @ f
         m_m = (n_n + (f * (2 * v_n + v_f)).sum(dim=1))[:, None]
-        along_x, along_m = self._along(v_y + v_h), self._along(v_n + v_f)
+        along_x, along_m = self._along(v_y + v_h, gram), self._along(v_n + v_f, gram)
         x_x = x_x + along_x.square().sum(dim=1)[..., None]
         x_m = x_m + along_x.mT @ along_m
         m_m = m_m + along_m.square().sum(dim=1)[:, None]
-        worth = self.parts.worth.repeat(len(labels), 1).scatter(1, labels, self.parts.worth_of_others[self.left.rows])
-        shrink, ratio = shrinkage(worth[:, None], settings.spread)
+        shrink, ratio = shrinkage(self._worth, settings.spread)
         distance = x_x - 2 * shrink * x_m + shrink.square() * m_m
         logits = -settings.scale * (distance / ratio + settings.freedom * ratio.log())
-        return logits.masked_fill((worth == 0)[:, None], -torch.inf) if self.left.gone else logits
+        return logits.masked_fill(self._worth == 0, -torch.inf) if self.left.gone else logits
 
-    def _along(self, products: Tensor) -> Tensor:
+    @property
+    def _classes(self) -> int:
+        """Classes that remain; 1 if none do, as they are divided by."""
+        return max(len(self.parts.counts) - self.left.gone, 1)
+
+    @cached_property
+    def _lost(self) -> Tensor:
+        """Weights (G, 1, g) of the members' class means in minus the mean over the classes that remain."""
+        taken = self.left.shots - self.left.remaining
+        return ((~self.remain).to(self.v) / taken)[:, None] / self._classes
+
+    @cached_property
+    def _moves(self) -> tuple[Tensor, Tensor]:
+        """F (G, g, k) and h (G, g, g): m_j - c = N_j + sum_a f_aj v_a and x_i - c = N_y + sum_a h_ai v_a."""
+        shares = (self.remain / self.remaining)[..., None]
+        of_centre = shares / self._classes  # minus what c moves by, of v_a (G, g, 1)
+        f = of_centre.repeat(1, 1, len(self.parts.counts)).scatter_add(2, self.left.labels[..., None], -shares)
+        return f, self.identity + of_centre
+
+    @cached_property
+    def _worth(self) -> Tensor:
+        """Examples (G, 1, k) that what remains of each class is worth."""
+        others = self.parts.worth_of_others[self.left.rows]
+        return self.parts.worth.repeat(len(others), 1).scatter(1, self.left.labels, others)[:, None]
+
+    def _along(self, products: Tensor, gram: Tensor) -> Tensor:
         """What inner products (G, g, m) with the v_i add under P without the group: to be squared and summed."""
         if not self.removed:
             return torch.zeros_like(products)
-        return removal_solve(self.rest, math.sqrt(self.removed) * products)
+        rest = self.inverse_weights - self.removed * gram  # A^-1 - V B^-1 V^T over the divisor
+        return removal_solve(rest, math.sqrt(self.removed) * products)
 
 
 def leave_one_out_plda_logits(
@@ -429,4 +457,4 @@ def leave_one_out_plda_logits(
     check_support(features, labels)
     x = to_power(features.detach().to(working_dtype(features)), settings.power)
     left_out = LeftOutPlda(x, labels, joined_groups(groups))
-    return left_out.logits(settings, left_out.groups).to(result_dtype(features))
+    return left_out.logits(settings, left_out.all).to(result_dtype(features))
