@@ -45,15 +45,15 @@ from fewshot_mahalanobis.gaussians.plda import PldaSettings
 from fewshot_mahalanobis.gaussians.support import working_dtype
 from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
-from fewshot_mahalanobis.testing import (
-    COVARIANCE_PROPERTIES,
-    HEAD_PROPERTIES,
-    Task,
-    check_covariance,
-    check_head,
-    tasks,
-)
+from fewshot_mahalanobis.testing import HEAD_PROPERTIES, Task, check_head, tasks
 from tests import reference
+from tests.gaussians.covariance_properties import (
+    COVARIANCE_PROPERTIES,
+    assert_same_lengths,
+    check_covariance,
+    length_rounding,
+    traces,
+)
 
 EPS = torch.finfo(torch.float64).eps
 EXAMPLES = int(os.environ.get("FEWSHOT_PROPERTY_EXAMPLES", "25"))
@@ -152,7 +152,7 @@ def beta_may_be_lost(covariance: RegularizedCovariance, task: Task) -> bool:
     at most the trace of Q_k: where beta > 2^11 eps tr Q_k no class may be refused.
     """
     q = reference.class_covariances(task.support_features, task.support_labels, **settings_of(covariance, task))
-    return covariance.settings.ridge <= 2**11 * EPS * float(testing._trace(q).max())
+    return covariance.settings.ridge <= 2**11 * EPS * float(traces(q).max())
 
 
 def settings_of(covariance: RegularizedCovariance, task: Task) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def test_covariances_are_symmetric_with_eigenvalues_of_at_least_beta(search: Sea
         q = covariance(task.support_features, task.support_labels).covariance()
         assert torch.equal(q, q.mT)
         # Entries are rounded to their dtype, which moves eigenvalues by that part of the trace.
-        rounding = 4 * len(q[0]) * torch.finfo(q.dtype).eps * testing._trace(q.double())
+        rounding = 4 * len(q[0]) * torch.finfo(q.dtype).eps * traces(q.double())
         smallest = torch.linalg.eigvalsh(q.double())[:, 0]
         assert (smallest >= covariance.settings.ridge * (1 - 1e-4) - rounding).all()
 
@@ -228,7 +228,7 @@ def test_covariances_and_distances_equal_the_plain_formula(search: Search) -> No
         plain = reference.class_covariances(task.support_features, task.support_labels, **settings)
         # Sums of n products of features that were centred far from the origin.
         n, largest = len(task.support_features), testing.largest_entry(task)
-        trace = testing._trace(plain)[:, None, None]
+        trace = traces(plain)[:, None, None]
         bound = 16 * n * EPS * (trace + largest * trace.sqrt() + EPS * largest**2)
         assert ((gaussians.covariance() - plain).abs() <= bound).all()
         distances = gaussians.squared_distance(task.query_features)
@@ -239,7 +239,7 @@ def test_covariances_and_distances_equal_the_plain_formula(search: Search) -> No
         except torch.linalg.LinAlgError:  # the plain formula is refused where the low-rank one need not be
             assert beta_may_be_lost(covariance, task)
         else:
-            testing._assert_same_lengths(distances, expected, gaussians, task)
+            assert_same_lengths(distances, expected, gaussians, task)
 
     search.of_covariance(holds, covariances(), tasks())
 
@@ -275,7 +275,7 @@ def test_low_rank_equals_dense(search: Search) -> None:
         gaussians = covariance(task.support_features, task.support_labels)
         found = distances_of(covariance, padded).sqrt()
         expected = gaussians.squared_distance(task.query_features).sqrt()
-        relative, absolute = testing._length_rounding(gaussians, padded)
+        relative, absolute = length_rounding(gaussians, padded)
 
         own, residual = low_rank_rounding(covariance, gaussians, task)
         absolute = absolute + torch.hypot(expected, residual) - expected
@@ -293,7 +293,7 @@ def low_rank_rounding(covariance: RegularizedCovariance, gaussians: Any, task: T
     n, d = task.support_features.shape
     beta, q = covariance.settings.ridge, gaussians.covariance()
     operations = (n + d + 2 + n * math.sqrt(d)) * EPS / 2
-    e = operations * (n + testing._trace(q) / beta)
+    e = operations * (n + traces(q) / beta)
     difference = (torch.linalg.eigvalsh(q)[:, 0] <= 2**13 * beta) & (not covariance.settings.task_covariance)
     own = torch.minimum(e.square() / 2, torch.tensor(1e-5)) + torch.where(difference, e / 2, 0.0)
     return own, torch.tensor(4 * operations * testing.largest_entry(task) * math.sqrt(d / beta))
@@ -340,7 +340,7 @@ def test_rounding_the_features_to_float32_moves_distances_no_further_than_the_bo
         found = distances_of(covariance, in_float64(rounded)).sqrt()
         moved = 2.0**-24 * testing.largest_entry(task) + 2.0**-150
         e = moved * math.sqrt(2 * task.query_features.shape[1] / covariance.settings.ridge)
-        relative, absolute = testing._length_rounding(gaussians, task)
+        relative, absolute = length_rounding(gaussians, task)
         slack = 2 * relative * torch.maximum(exact, found) + 2 * absolute
         assert (found >= (exact - math.sqrt(2) * e) / (1 + e) - slack).all()
         if e < 1:
@@ -507,7 +507,7 @@ def test_distances_are_those_of_scikit_learns_empirical_covariance(search: Searc
                 sklearn.covariance.EmpiricalCovariance().fit(sample).mahalanobis(task.query_features.numpy())
             )
         found, expected = distances.sqrt(), torch.from_numpy(np.stack(columns, axis=1)).sqrt()
-        relative, absolute = testing._length_rounding(gaussians, task, largest)
+        relative, absolute = length_rounding(gaussians, task, largest)
         own, residual = low_rank_rounding(covariance, gaussians, task)  # theirs is dense
         absolute = absolute + torch.hypot(expected, residual) - expected
         testing._assert_within(found, expected, (relative + own) * torch.maximum(found, expected) + absolute)
@@ -538,7 +538,7 @@ def test_distances_are_those_of_scikit_learns_quadratic_discriminant_analysis(se
         if unbiased:
             expected = expected * sizes / (sizes - 1)
         distances = gaussians.squared_distance(task.query_features)
-        relative, absolute = testing._length_rounding(gaussians, task, max(np.abs(sample).max() for sample in samples))
+        relative, absolute = length_rounding(gaussians, task, max(np.abs(sample).max() for sample in samples))
         length = distances.sqrt()
         bound = relative * length + absolute
         rounding = 16 * EPS * (log_det.abs() + distances + 1)
@@ -570,7 +570,7 @@ def test_partial_fit_in_any_split_and_order_equals_one_fit(search: Search) -> No
         expected = torch.from_numpy(whole.decision_function(queries))
         assert torch.equal(torch.from_numpy(parts.decision_function(queries)), expected)
         found = torch.from_numpy(shuffled.decision_function(queries))
-        testing._assert_same_lengths(-found, -expected, gaussians, task)
+        assert_same_lengths(-found, -expected, gaussians, task)
         for classifier in (parts, shuffled):
             assert classifier.classes_.tolist() == whole.classes_.tolist()
             assert classifier.class_counts_.tolist() == whole.class_counts_.tolist()
