@@ -10,12 +10,12 @@ class of i, of the g members of a group G as rows. g_k of them are of class k, a
 
     (n - g - 1)            Sigma   without G = (n - 1)   Sigma   - X^T A X,          A^-1 = I - J / n
     (n_k - g_k - 1)        Sigma_k without G = (n_k - 1) Sigma_k - V_k^T A_k V_k,    A_k^-1 = I - J / n_k
-    (n - g - (k - gone))   W       without G = (n - k)   W       - sum_k V_k^T A_k V_k
+    (n - g - (k - e))      W       without G = (n - k)   W       - sum_k V_k^T A_k V_k
 
-where S is Sigma, the task covariance, or W, the covariance pooled within k classes, and ``gone`` of the classes have no
-example left; those have A_k = I. So Q_j without G is B_j - U^T A U, where B_j is the same for all groups of one size
-and factored once. U holds S's vectors, and for the classes of G their v_i too. The Woodbury identity gives every
-distance from inner products under B_j^-1:
+where S is Sigma, the task covariance, or W, the covariance pooled within k classes. e classes are left without an
+example; those have A_k = I. So Q_j without G is B_j - U^T A U, where B_j is the same for all groups of one size and
+factored once. U holds S's vectors, and for the classes of G their v_i too. The Woodbury identity gives every distance
+from inner products under B_j^-1:
 
     delta^T (B - U^T A U)^-1 delta = delta^T B^-1 delta + t^T (A^-1 - U B^-1 U^T)^-1 t,    t = U B^-1 delta
 
@@ -62,26 +62,26 @@ from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 
 
 @dataclass(frozen=True, eq=False)
-class LeftOut:
+class Removal:
     """G groups of g examples, each of which is left out in turn, and with each as many whole classes."""
 
     rows: Tensor  # (G, g), the examples
     labels: Tensor  # (G, g), their classes
     shots: Tensor  # n_k (G, g), examples of their classes
     remaining: Tensor  # n_k - g_k (G, g), those that are not in the group
-    gone: int  # classes of which nothing remains
+    emptied: int  # e, classes of which nothing remains
 
-    def split(self, numbers: int) -> Iterator[LeftOut]:
+    def split(self, numbers: int) -> Iterator[Removal]:
         """Yield parts of them, so few that ``numbers`` for each member fit into a chunk."""
         size = max(1, MAX_CHUNK_NUMBERS // (self.rows.shape[1] * numbers))
         for start in range(0, len(self.rows), size):
             yield self.select(slice(start, start + size))
 
-    def select(self, groups: Tensor | slice) -> LeftOut:
+    def select(self, groups: Tensor | slice) -> Removal:
         """Choose some groups, by a mask (G,) or a slice."""
         tensors = (self.rows, self.labels, self.shots, self.remaining)
         rows, labels, shots, remaining = (tensor[groups] for tensor in tensors)
-        return LeftOut(rows, labels, shots, remaining, self.gone)
+        return Removal(rows, labels, shots, remaining, self.emptied)
 
     def inverse_weights(self) -> Tensor:
         """A^-1 (G, g, g) of the covariance pooled within classes: I - J / n_k in each class that remains."""
@@ -90,7 +90,7 @@ class LeftOut:
         return identity - (same & (self.remaining > 0)[:, None]) / self.shots[:, None].to(dtype)
 
 
-def left_out_groups(labels: Tensor, counts: Tensor, groups: Tensor | None) -> list[LeftOut]:
+def removals(labels: Tensor, counts: Tensor, groups: Tensor | None) -> list[Removal]:
     """Every group of a support set, by its size and by how many classes go with it.
 
     Parameters
@@ -105,9 +105,9 @@ def left_out_groups(labels: Tensor, counts: Tensor, groups: Tensor | None) -> li
     found = []
     for rows in alone if groups is None else groups_by_size(groups):
         taken, shots = _same(labels[rows]).sum(dim=2), counts[labels[rows]]  # g_k and n_k
-        gone = ((taken == shots) / taken).sum(dim=1).round().long()
-        whole = LeftOut(rows, labels[rows], shots, shots - taken, 0)
-        found += [replace(whole.select(gone == number), gone=number) for number in gone.unique().tolist()]
+        emptied = ((taken == shots) / taken).sum(dim=1).round().long()
+        whole = Removal(rows, labels[rows], shots, shots - taken, 0)
+        found += [replace(whole.select(emptied == number), emptied=number) for number in emptied.unique().tolist()]
     return found
 
 
@@ -169,8 +169,8 @@ class MeansWithout(NamedTuple):
         """Mean (n, d) over the classes that remain of their means, which are ``means`` (k, d) where none moves."""
         moved = self.means.where(self.remain[:, None], 0.0) - means[self.classes]
         sums = means.sum(dim=0).repeat(examples, 1).index_add(0, self.rows, moved)
-        gone = torch.bincount(self.rows[~self.remain], minlength=examples)
-        return sums / (len(means) - gone).clamp(min=1)[:, None]
+        emptied = torch.bincount(self.rows[~self.remain], minlength=examples)
+        return sums / (len(means) - emptied).clamp(min=1)[:, None]
 
     def put(self, logits: Tensor, moved: Tensor) -> Tensor:
         """``logits`` (n, k) with ``moved`` (p,) for the means that move, minus infinity where nothing remains."""
@@ -216,10 +216,10 @@ def leave_one_out_distance(
         x = x - centre
         batches = class_batches(x, labels, counts, centre, settings)
         distances = x.new_full((len(x), len(counts)), torch.inf)
-        for left in left_out_groups(labels, counts, joined_groups(groups)):
-            without = _Without(left, x, labels, counts, centre, settings)
+        for removal in removals(labels, counts, joined_groups(groups)):
+            without = _Without(removal, x, labels, counts, centre, settings)
             for batch in batches:
-                distances[left.rows.flatten()[:, None], batch.classes] = without.to_other_classes(batch)
+                distances[removal.rows.flatten()[:, None], batch.classes] = without.to_other_classes(batch)
             for members, classes, own in without.to_own_classes():
                 distances[members, classes[:, None]] = own
         return distances.to(result_dtype(features))
@@ -233,32 +233,32 @@ class _Without:
 
     def __init__(
         self,
-        left: LeftOut,
+        removal: Removal,
         x: Tensor,
         labels: Tensor,
         counts: Tensor,
         centre: Tensor,
         settings: CovarianceSettings,
     ) -> None:
-        self.left, self.x, self.labels, self.counts = left, x, labels, counts
+        self.removal, self.x, self.labels, self.counts = removal, x, labels, counts
         self.centre, self.settings = centre, settings
-        n, size = len(x), left.rows.shape[1]
+        n, size = len(x), removal.rows.shape[1]
         if settings.shared == "task":
             self.vectors, divisor = x, n - size - 1
             identity = torch.eye(size, dtype=x.dtype, device=x.device)
-            self.inverse_weights = (identity - 1 / n).expand(len(left.rows), -1, -1)
+            self.inverse_weights = (identity - 1 / n).expand(len(removal.rows), -1, -1)
         else:
-            self.vectors, divisor = deviations(x, labels, counts), n - size - (len(counts) - left.gone)
-            self.inverse_weights = left.inverse_weights()
+            self.vectors, divisor = deviations(x, labels, counts), n - size - (len(counts) - removal.emptied)
+            self.inverse_weights = removal.inverse_weights()
         empty = settings.without_shared or divisor < 1  # nothing remains of S
         self.shared = SharedCovariance(x[:0], 0.0) if empty else SharedCovariance(self.vectors, 1.0 / divisor)
 
     def to_other_classes(self, batch: ClassBatch) -> Tensor:
         """Distances (G g, k') of the members to a batch of classes of which the groups hold no example."""
         metric, removed = batch.metric(self.shared, self.settings.ridge), self._removed(batch)
-        size, columns = self.left.rows.shape[1], []
+        size, columns = self.removal.rows.shape[1], []
         step = max(1, MAX_CHUNK_NUMBERS // (size * (metric.numbers_per_query() + size * len(metric.means))))
-        for rows, inverse_weights in zip(self.left.rows.split(step), self.inverse_weights.split(step), strict=True):
+        for rows, inverse_weights in zip(self.removal.rows.split(step), self.inverse_weights.split(step), strict=True):
             distance = metric.squared_distance(self.x[rows.flatten()])
             if removed:
                 gram, cross = metric.inner_products(self.vectors[rows], self.x[rows])
@@ -269,14 +269,14 @@ class _Without:
 
     def to_own_classes(self) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
         """Yield rows (P, g) of groups, classes (P,) of which they hold examples, and distances (P, g) to these."""
-        left = self.left
-        again = _same(left.labels).tril(-1).any(dim=2)  # a member that is not the first of its class
+        removal = self.removal
+        again = _same(removal.labels).tril(-1).any(dim=2)  # a member that is not the first of its class
         group, member = (~again).nonzero().T
-        classes = left.labels[group, member]
-        sizes = torch.stack([left.shots[group, member], left.remaining[group, member]], dim=1)
+        classes = removal.labels[group, member]
+        sizes = torch.stack([removal.shots[group, member], removal.remaining[group, member]], dim=1)
         for shots, remaining in sizes.unique(dim=0).tolist():
             pairs = (sizes == sizes.new_tensor([shots, remaining])).all(dim=1)
-            rows, own = left.rows[group[pairs]], classes[pairs]
+            rows, own = removal.rows[group[pairs]], classes[pairs]
             if remaining == 0:
                 yield rows, own, torch.inf
             elif remaining == 1:
@@ -286,7 +286,7 @@ class _Without:
 
     def _to_classes_of_one(self, group: Tensor, classes: Tensor, shots: int) -> Tensor:
         """Distances (P, g) of groups (P,) to classes (P,) of which one of ``shots`` examples remains."""
-        rows, members = self.left.rows[group], rows_of_classes(self.labels, self.counts, classes, shots)
+        rows, members = self.removal.rows[group], rows_of_classes(self.labels, self.counts, classes, shots)
         remaining = members[~(members[:, :, None] == rows[:, None]).any(dim=2)]
         batch = class_batch(self.x[remaining][:, None], classes, self.centre, self.settings)
         metric = batch.metric(self.shared, self.settings.ridge)
@@ -309,12 +309,12 @@ class _Without:
         roots = roots_of_scatter(members, remaining - 1) if weight else members[:, :0]
         batch = ClassBatch(classes, members.mean(dim=1), roots, weight)
         metric = batch.metric(self.shared, self.settings.ridge)
-        rows = self.left.rows[group]  # (k', w, g)
+        rows = self.removal.rows[group]  # (k', w, g)
         v, vectors = (
             metric.coordinates(z[rows].flatten(1, 2)).unflatten(1, rows.shape[1:]) for z in (self.x, self.vectors)
         )
         v = v - metric.mean_coordinates()[:, None]
-        of_own = (self.left.labels[group] == classes[:, None, None]).to(v)
+        of_own = (self.removal.labels[group] == classes[:, None, None]).to(v)
         own_v = of_own[..., None] * v
         delta = v + own_v.sum(dim=2, keepdim=True) / remaining  # x less the mean of those that remain
         u = [math.sqrt(weight / (remaining - 1)) * own_v, math.sqrt(self._removed(batch)) * vectors]

@@ -6,7 +6,7 @@ far from every query; in any task it makes the lengths of the means count for to
     mu_k ~ N(c, b P),    x ~ N(mu_k, P),    P = S + beta I
 
 with S the covariance pooled within classes (nu = infinity in equation 3 of Bateni et al., CVPR 2020) and c the mean of
-the class means. Of n_k examples with mean m_k the posterior of mu_k is N(c + s_k (m_k - c), P / (n_k + 1 / b)) with
+the class means. Given n_k examples with mean m_k, the posterior of mu_k is N(c + s_k (m_k - c), P / (n_k + 1 / b)) with
 s_k = n_k b / (n_k b + 1), and a query of class k is distributed as N(c + s_k (m_k - c), r_k P) with
 r_k = 1 + 1 / (n_k + 1 / b). Its logit is, up to a scale,
 
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, CovarianceSettings
-from fewshot_mahalanobis.gaussians.leave_out import LeftOut, NormalPrior, left_out_groups, removal_solve
+from fewshot_mahalanobis.gaussians.leave_out import NormalPrior, Removal, removal_solve, removals
 from fewshot_mahalanobis.gaussians.support import (
     check_support,
     class_means,
@@ -186,10 +186,10 @@ def choose_plda_settings(features: Tensor, labels: Tensor, groups: Tensor | None
 
     log10(beta / v), v the mean variance of a feature, has a normal prior; on a coarse grid of it the leave-one-out
     likelihood is exact, and beta is the mean of log beta under the posterior. t is the mean squared distance of a
-    left-out example to the mean of its class, less what that mean's own noise adds; b is what is left of the mean
-    squared distance of class means to c when their noise is taken away. Where no feature is negative, square roots are
-    taken if they are more likely at the prior's centre. If every class has one example, or one group, nothing can be
-    left out: S is the task covariance, and all else the prior's. Every group counts as one left-out example.
+    left-out example to the mean of its class, less what that mean's own noise adds; b is the mean squared distance
+    of class means to c, less what their noise adds. Where no feature is negative, square roots are taken if they are
+    more likely at the prior's centre. If every class has one example, or one group, nothing can be left out: S is the
+    task covariance, and all else the prior's. Every group counts as one left-out example.
 
     Parameters
     ----------
@@ -248,7 +248,7 @@ class _Likelihood:
     """The leave-one-out likelihood of settings, by examples from all classes of which something remains."""
 
     def __init__(self, x: Tensor, labels: Tensor, groups: Tensor | None) -> None:
-        self.left_out = LeftOutPlda(x, labels, groups)
+        self.left_out = PldaWithout(x, labels, groups)
         order = labels.argsort(stable=True)
         order = order[remaining_examples(labels, groups)[order] > 0]
         numbers = torch.arange(len(labels), device=labels.device) if groups is None else groups
@@ -256,7 +256,7 @@ class _Likelihood:
         chosen = chosen[:: max(1, math.ceil(len(chosen) / _MAX_LEFT_OUT))]  # whole groups
         self.rows = order[torch.isin(numbers[order], chosen)]
         self.chosen = self.left_out.without(
-            [left.select(torch.isin(numbers[left.rows[:, 0]], chosen)) for left in self.left_out.groups]
+            [removal.select(torch.isin(numbers[removal.rows[:, 0]], chosen)) for removal in self.left_out.groups]
         )
         self.labels = labels[self.rows]
         self.weights = left_out_weights(labels, groups)[self.rows].to(x)
@@ -278,7 +278,7 @@ class _Likelihood:
         return float((losses / self.labels.bincount(self.weights)[self.labels]).sum())
 
 
-class LeftOutPlda:
+class PldaWithout:
     """The model without each group of a support set, for any beta, from features (n, d), labels and groups (n,).
 
     With v_i = x_i - m_k for the class k of i, and M_j = m_j - c, all inner products under P without a group follow from
@@ -306,19 +306,19 @@ class LeftOutPlda:
         self.counts, self.freedom = counts, len(labels) - len(counts)  # n_k, n - k
         self.worth, self.worth_of_others = effective_counts(labels, groups)
         self.weights = left_out_weights(labels, groups)
-        self.groups = left_out_groups(labels, counts, groups)
+        self.groups = removals(labels, counts, groups)
         self.all = self.without(self.groups)
 
-    def without(self, groups: Sequence[LeftOut]) -> list[_Without]:
+    def without(self, groups: Sequence[Removal]) -> list[_Without]:
         """The model without each of these groups, in chunks of bounded memory."""
         width = len(self.counts)
-        return [_Without(self, some) for left in groups for some in left.split(width + left.rows.shape[1])]
+        return [_Without(self, some) for removal in groups for some in removal.split(width + removal.rows.shape[1])]
 
     def moments(self, beta: float) -> tuple[float, float]:
         """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
         distance = 0.0
         for without in self.all:
-            rows = without.left.rows[without.remain]
+            rows = without.removal.rows[without.remain]
             # Left out, an example is t (1 + 1 / n_k) from the mean of n_k others.
             own = without.own_distances(beta)[without.remain] / (1 + 1 / self.worth_of_others[rows])
             distance += float((self.weights[rows] * own).sum())
@@ -336,7 +336,7 @@ class LeftOutPlda:
         """
         found = self.v.new_empty(len(self.v), len(self.counts))
         for without in chosen:
-            found[without.left.rows] = without.logits(settings)
+            found[without.removal.rows] = without.logits(settings)
         return found
 
     def inverse(self, beta: float, divisor: int) -> Tensor:
@@ -358,23 +358,23 @@ class _Without:
     """Inner products under P^-1 without each of G groups of g members.
 
     Without a group, of which g_k < n_k members have class k, the mean m_k moves by -1 / (n_k - g_k) times the sum of
-    their v_i, and classes that are gone do not count for c. So x_i - c and m_j - c are sums of M_j and of v_i in the
-    group, and their inner products under P without it follow from those under B, P with divisor n - g - (k - gone), by
-    the identity of ``leave_out.py``.
+    their v_i, and the e classes without an example do not count for c. So x_i - c and m_j - c are sums of M_j and of
+    v_i in the group, and their inner products under P without it follow from those under B, which is P with divisor
+    n - g - (k - e), by the identity of ``leave_out.py``.
     """
 
-    def __init__(self, parts: LeftOutPlda, left: LeftOut) -> None:
-        self.parts, self.left = parts, left
-        size, remaining = left.rows.shape[1], left.remaining.to(parts.v)
-        self.divisor = parts.freedom - size + left.gone
+    def __init__(self, parts: PldaWithout, removal: Removal) -> None:
+        self.parts, self.removal = parts, removal
+        size, remaining = removal.rows.shape[1], removal.remaining.to(parts.v)
+        self.divisor = parts.freedom - size + removal.emptied
         self.removed = 1 / self.divisor if self.divisor > 0 else 0.0
-        self.v, self.remain, self.remaining = parts.v[left.rows], remaining > 0, remaining.clamp(min=1)
-        self.inverse_weights = left.inverse_weights()
+        self.v, self.remain, self.remaining = parts.v[removal.rows], remaining > 0, remaining.clamp(min=1)
+        self.inverse_weights = removal.inverse_weights()
         self.identity = torch.eye(size, dtype=remaining.dtype, device=remaining.device)
 
     def own_distances(self, beta: float) -> Tensor:
         """Squared distances (G, g) of the members to the means of what remains of their classes."""
-        same = self.left.labels[:, :, None] == self.left.labels[:, None]
+        same = self.removal.labels[:, :, None] == self.removal.labels[:, None]
         moved = self.identity + same / self.remaining[..., None]  # x less the mean, of v_i
         gram = (self.v * self.parts.inverse(beta, self.divisor)) @ self.v.mT
         v_x = gram @ moved.mT
@@ -382,7 +382,7 @@ class _Without:
 
     def logits(self, settings: PldaSettings) -> Tensor:
         """Logits (G, g, k) of the members; minus infinity where nothing remains."""
-        labels, beta = self.left.labels, settings.beta
+        labels, beta = self.removal.labels, settings.beta
         members = labels[:, None].expand(-1, labels.shape[1], -1)
         inverse = self.parts.inverse(beta, self.divisor)
         weighted = self.v * inverse
@@ -390,12 +390,12 @@ class _Without:
         v_n = weighted @ self.parts.means.T  # v_a^T B^-1 M_j (G, g, k)
         n_y = self.parts.products(labels, inverse, beta)  # M_y^T B^-1 M_j of each member's class y (G, g, k)
         n_n = self.parts.squared_lengths(inverse, beta).expand(len(labels), -1)  # (G, k)
-        if self.left.gone:  # N_j, the M_j less their mean s over the classes that remain, in place of the M_j
-            lost = self._lost  # s = -sum lost M
-            s_n = -(lost @ n_y)[:, 0]  # s^T M_j (G, k)
+        if self.removal.emptied:  # N_j, the M_j less their mean s over the classes that remain, in place of the M_j
+            shares = self._emptied_shares  # s = -sum shares M
+            s_n = -(shares @ n_y)[:, 0]  # s^T M_j (G, k)
             s_y = s_n.gather(1, labels)[:, None]  # (G, 1, g)
-            s_s = -(lost * s_y).sum(dim=2)  # (G, 1)
-            v_n = v_n + v_n.gather(2, members) @ lost.mT
+            s_s = -(shares * s_y).sum(dim=2)  # (G, 1)
+            v_n = v_n + v_n.gather(2, members) @ shares.mT
             n_y = n_y - s_n[:, None] - s_y.mT + s_s[..., None]
             n_n = n_n - 2 * s_n + s_s
         v_y = v_n.gather(2, members)  # v_a^T N_y of member i (G, a, i)
@@ -411,17 +411,17 @@ class _Without:
         shrink, ratio = shrinkage(self._worth, settings.spread)
         distance = x_x - 2 * shrink * x_m + shrink.square() * m_m
         logits = -settings.scale * (distance / ratio + settings.freedom * ratio.log())
-        return logits.masked_fill(self._worth == 0, -torch.inf) if self.left.gone else logits
+        return logits.masked_fill(self._worth == 0, -torch.inf) if self.removal.emptied else logits
 
     @property
     def _classes(self) -> int:
         """Classes that remain; 1 if none do, as they are divided by."""
-        return max(len(self.parts.counts) - self.left.gone, 1)
+        return max(len(self.parts.counts) - self.removal.emptied, 1)
 
     @cached_property
-    def _lost(self) -> Tensor:
+    def _emptied_shares(self) -> Tensor:
         """Weights (G, 1, g) of the members' class means in minus the mean over the classes that remain."""
-        taken = self.left.shots - self.left.remaining
+        taken = self.removal.shots - self.removal.remaining
         return ((~self.remain).to(self.v) / taken)[:, None] / self._classes
 
     @cached_property
@@ -429,14 +429,14 @@ class _Without:
         """F (G, g, k) and h (G, g, g): m_j - c = N_j + sum_a f_aj v_a and x_i - c = N_y + sum_a h_ai v_a."""
         shares = (self.remain / self.remaining)[..., None]
         of_centre = shares / self._classes  # minus what c moves by, of v_a (G, g, 1)
-        f = of_centre.repeat(1, 1, len(self.parts.counts)).scatter_add(2, self.left.labels[..., None], -shares)
+        f = of_centre.repeat(1, 1, len(self.parts.counts)).scatter_add(2, self.removal.labels[..., None], -shares)
         return f, self.identity + of_centre
 
     @cached_property
     def _worth(self) -> Tensor:
         """Examples (G, 1, k) that what remains of each class is worth."""
-        others = self.parts.worth_of_others[self.left.rows]
-        return self.parts.worth.repeat(len(others), 1).scatter(1, self.left.labels, others)[:, None]
+        others = self.parts.worth_of_others[self.removal.rows]
+        return self.parts.worth.repeat(len(others), 1).scatter(1, self.removal.labels, others)[:, None]
 
     def _along(self, products: Tensor, gram: Tensor) -> Tensor:
         """What inner products (G, g, m) with the v_i add under P without the group: to be squared and summed."""
@@ -456,5 +456,5 @@ def leave_one_out_plda_logits(
     """
     check_support(features, labels)
     x = to_power(features.detach().to(working_dtype(features)), settings.power)
-    left_out = LeftOutPlda(x, labels, joined_groups(groups))
+    left_out = PldaWithout(x, labels, joined_groups(groups))
     return left_out.logits(settings, left_out.all).to(result_dtype(features))

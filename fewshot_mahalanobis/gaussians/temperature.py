@@ -39,9 +39,8 @@ def fit_temperature(logits: Tensor, labels: Tensor, weights: Tensor | None = Non
     Parameters
     ----------
     logits : Tensor of shape (n, k)
-        As by ``Head.leave_one_out_logits``, minus infinity for classes that went with an example and its group. An
-        example whose own class went says nothing about T and is not counted; for the others the classes that went do
-        not exist.
+        From ``Head.leave_one_out_logits``: minus infinity where a class has no example outside the group. An example
+        whose own class has none is not counted; the others are examples of the classes that remain.
     labels : int64 Tensor of shape (n,)
         0..k-1.
     weights : Tensor of shape (n,), optional

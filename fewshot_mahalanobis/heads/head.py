@@ -57,7 +57,7 @@ class Head(nn.Module, Generic[State]):
     def fit_groups(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None) -> State:
         """Fit to a support set in which examples of one group, numbers (n,), are copies of each other.
 
-        Most heads do not care. One that counts examples counts what the copies are worth.
+        By default groups are ignored. A head that uses class sizes should use effective sizes.
         """
         return self.fit(support_features, support_labels)
 

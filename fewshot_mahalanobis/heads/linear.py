@@ -71,7 +71,7 @@ class LinearHead(LinearLayerHead):
     def leave_one_out_logits(
         self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
     ) -> Tensor:
-        """Logits (n, k) of each support example by the head fitted to the others: only rows of its group move."""
+        """Logits (n, k) of each support example by the head fitted to the others: only the means of its group move."""
         logits = self(support_features, support_labels, support_features)
         with full_precision(support_features):
             features = support_features.to(logits.dtype)

@@ -7,7 +7,7 @@ query like a support image. That hurts where queries are of few classes, and at 
 image that is sure; so here a query counts w = 0.3 of a support image, and all queries of a class together at most three
 times its support images. Both were chosen on validation classes (``benchmarks/transduction.py``, docs/transduction.md).
 
-Nothing is presumed of the shares of the classes among the queries.
+The classes may have any shares among the queries.
 """
 
 from __future__ import annotations
