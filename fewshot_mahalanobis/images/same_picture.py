@@ -21,7 +21,7 @@ __all__ = ["same_pictures", "small_pictures"]
 SIDE = 48
 #: Edges of the same picture, 16 pixels wide, disagree by no more: compression of 32-pixel pictures loses 0.009. Those
 #: of different drawn characters disagree by 0.016 and more, of photographs by 0.1. Chosen on classes that are not for
-#: testing, and on solar cells.
+#: testing, and on solar cells and steel.
 DISAGREEMENT = 0.01
 #: Mean colours of the same picture differ by no more, of 1.
 COLOUR = 0.04
