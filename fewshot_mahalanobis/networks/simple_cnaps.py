@@ -401,11 +401,6 @@ class SimpleCNAPS(nn.Module):
         SimpleCNAPS
             In evaluation mode. It reads images in [-1, 1] as every model does, and normalises them itself.
 
-        Warns
-        -----
-        UserWarning
-            ``image_size`` is missing, and a network of timm reads images of more than 300 pixels.
-
         Raises
         ------
         ImportError
@@ -414,6 +409,11 @@ class SimpleCNAPS(nn.Module):
             timm has no such network or cannot fetch it; ``image_size``, ``mean`` or ``std`` of a module is missing; the
             module cannot be copied or cannot read such images; its output is not features, not finite, or depends on
             the other images of a batch; or FiLM cannot follow one of ``positions``.
+
+        Warns
+        -----
+        UserWarning
+            ``image_size`` is missing, and a network of timm reads images of more than 300 pixels.
         """
         if image_size is not None:  # before the network reads images of this size
             _check_image_size(image_size, 1)
