@@ -617,7 +617,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             The head is of a class of your own without ``export``, or has too many numbers for a file (a matrix for each
             class, with as many rows as support images).
         """
-        from fewshot_mahalanobis.checkpoints.export import write_onnx
+        from fewshot_mahalanobis.export.graph import write_onnx
 
         write_onnx(*self._exported(), path, pixels=pixels)
 
@@ -633,7 +633,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         pixels : bool, default=False
             As for :meth:`export_onnx`.
         """
-        from fewshot_mahalanobis.checkpoints.export import write_program
+        from fewshot_mahalanobis.export.graph import write_program
 
         write_program(*self._exported(), path, pixels=pixels)
 
@@ -673,7 +673,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         ImportError
             The packages of the extra ``onnx`` are absent.
         """
-        from fewshot_mahalanobis.checkpoints.web_page import write_web_page
+        from fewshot_mahalanobis.export.web_page import write_web_page
 
         pictures = None if support is None else self._query_batches(support, "export_page")
         write_web_page(folder, *self._exported(), title=title, support=pictures, runtime=runtime)

@@ -23,8 +23,8 @@ PLACES = {
     "test_pretrained_cosine.py": "tests/support_set",
     "digits_source.py": "own",
     "test_digits_source.py": "tests",
-    "ort.py": "fewshot_mahalanobis/checkpoints",
-    "test_ort.py": "tests/checkpoints",
+    "ort.py": "fewshot_mahalanobis/export",
+    "test_ort.py": "tests/export",
 }
 #: Files of the package in which a line is added.
 CHANGED = ("fewshot_mahalanobis/heads/__init__.py", "fewshot_mahalanobis/support_set/unknown.py")

@@ -154,9 +154,14 @@ def test_pictures_are_drawn_and_shared_by_the_range_of_the_classifier(
 def test_settings_that_came_after_fit_are_named_when_a_file_is_written(
     fitted: dict[str, Any], late: dict[str, Any], writes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doors = ("classifier_file.write_classifier", "export.write_onnx", "export.write_program", "web_page.write_web_page")
+    doors = (
+        "checkpoints.classifier_file.write_classifier",
+        "export.graph.write_onnx",
+        "export.graph.write_program",
+        "export.web_page.write_web_page",
+    )
     for door in doors:
-        monkeypatch.setattr(f"fewshot_mahalanobis.checkpoints.{door}", lambda *given, **named: None)
+        monkeypatch.setattr(f"fewshot_mahalanobis.{door}", lambda *given, **named: None)
     classifier = tiny_classifier(**fitted)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -21,7 +21,7 @@ DOORS = {
     "from_pretrained": {"checkpoints.load"},
 }
 #: What the mathematics of the head must not know.
-IMAGES = ("images", "networks", "checkpoints", "classifier", "research", "apps", "plotting")
+IMAGES = ("images", "networks", "checkpoints", "export", "classifier", "research", "apps", "plotting")
 
 
 def modules() -> dict[str, Path]:

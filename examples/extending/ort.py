@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fewshot_mahalanobis.checkpoints.export import write_onnx
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.export.graph import write_onnx
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedTask
 

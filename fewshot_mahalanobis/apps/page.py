@@ -1,6 +1,6 @@
 """The app: a page in the browser to teach a classifier and to ask it (the extra ``app``).
 
-:class:`~fewshot_mahalanobis.apps.bench.Bench` is what the page does, :func:`make_page` the page, :func:`serve` its
+:class:`~fewshot_mahalanobis.apps.session.Session` is what the page does, :func:`make_page` the page, :func:`serve` its
 server.
 Everything stays on the machine that runs it: no telemetry, no font or script from elsewhere, nothing sent unless
 ``share`` asks for it.
@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from fewshot_mahalanobis.apps.bench import UNKNOWN, Answer, Bench, Neighbour, Picture
+from fewshot_mahalanobis.apps.session import UNKNOWN, Answer, Neighbour, Picture, Session
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -81,12 +81,12 @@ _CSS = """
 def make_page(
     start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto", queries: Sequence[str] = ()
 ) -> gr.Blocks:
-    """Make the page; every visitor has a bench of their own.
+    """Make the page; every visitor has a session of their own.
 
     Parameters
     ----------
     start : SimpleCNAPS or SimpleCNAPSClassifier
-        See :class:`~fewshot_mahalanobis.apps.bench.Bench`.
+        See :class:`~fewshot_mahalanobis.apps.session.Session`.
     device : str
     queries : sequence of paths
         Image files that are there to be classified and reviewed from the start.
@@ -101,15 +101,15 @@ def make_page(
     ValueError
         There are queries, and none can be read.
     """
-    first = Bench(start, device)
+    first = Session(start, device)
     left_out = first.ask(queries) if queries else {}
 
-    def bench_of(bench: Bench | None) -> Bench:
-        """The visitor's own bench, made when first needed: an initial value would be copied, network and all."""
-        if bench is None:
-            bench = Bench(start, device)
-            bench.take_queries(first)
-        return bench
+    def bench_of(session: Session | None) -> Session:
+        """The visitor's own session, made when first needed: an initial value would be copied, network and all."""
+        if session is None:
+            session = Session(start, device)
+            session.take_queries(first)
+        return session
 
     # Uploads and model files older than a day are deleted every hour, and all of them at the end.
     with gr.Blocks(title="Few-shot classifier", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
@@ -158,102 +158,102 @@ def make_page(
                 remove_class = gr.Button("Remove the class", elem_id="remove-class")
             download = gr.DownloadButton("Download the model", visible=False, elem_id="download")
 
-        def shown(bench: Bench, taught_problem: str = "", ask_problem: str = "") -> dict[Any, Any]:
+        def shown(session: Session, taught_problem: str = "", ask_problem: str = "") -> dict[Any, Any]:
             """What every part of the page shows."""
-            counts, own, doubtful = bench.counts(), bench.pictures(), bench.most_useful_query()
-            path = bench.save()
+            counts, own, doubtful = session.counts(), session.pictures(), session.most_useful_query()
+            path = session.save()
             return {
-                visitor: bench,
+                visitor: session,
                 chosen: None,
-                state: _state(bench, taught_problem),
+                state: _state(session, taught_problem),
                 problem: _problem(ask_problem),
-                answers: _answers(bench, 0),
+                answers: _answers(session, 0),
                 first_shown: 0,
-                turn: gr.Row(visible=len(bench.answers) > _SHOWN),
-                clear: gr.Button(visible=bool(bench.queries)),
+                turn: gr.Row(visible=len(session.answers) > _SHOWN),
+                clear: gr.Button(visible=bool(session.queries)),
                 review: gr.Column(visible=doubtful is not None),
-                doubt: "" if doubtful is None else _doubt(bench.answers[doubtful]),
+                doubt: "" if doubtful is None else _doubt(session.answers[doubtful]),
                 truth: gr.Dropdown(sorted(counts), value=None),
                 taught: gr.Column(visible=bool(counts)),
-                classes: _classes(counts, bench.curve),
+                classes: _classes(counts, session.curve),
                 gallery: gr.Gallery([(_opened(picture), label) for _, picture, label in own], visible=bool(own)),
                 removal: gr.Row(visible=False),
                 download: gr.DownloadButton(value=path, visible=path is not None),
             }
 
-        def on_add(bench: Bench | None, name_: str, files_: list[str] | None, photo_: str | None) -> dict[Any, Any]:
-            bench = bench_of(bench)
+        def on_add(session: Session | None, name_: str, files_: list[str] | None, photo_: str | None) -> dict[Any, Any]:
+            session = bench_of(session)
             try:
-                left_out = bench.add(name_, [*(files_ or ()), *([photo_] if photo_ else ())])
+                left_out = session.add(name_, [*(files_ or ()), *([photo_] if photo_ else ())])
             except ValueError as error:
-                return {visitor: bench, state: _state(bench, str(error))}
-            return {name: "", files: None, photo: None, **shown(bench, taught_problem=_left_out(left_out))}
+                return {visitor: session, state: _state(session, str(error))}
+            return {name: "", files: None, photo: None, **shown(session, taught_problem=_left_out(left_out))}
 
-        def on_example(bench: Bench | None) -> dict[Any, Any]:
-            bench = bench_of(bench)
+        def on_example(session: Session | None) -> dict[Any, Any]:
+            session = bench_of(session)
             try:
-                bench.add_example()
+                session.add_example()
             except ValueError as error:  # a model file's classes may be numbers
-                return {visitor: bench, state: _state(bench, str(error))}
-            return shown(bench)
+                return {visitor: session, state: _state(session, str(error))}
+            return shown(session)
 
-        def on_ask(bench: Bench | None, given: list[str] | str | None) -> dict[Any, Any]:
-            bench = bench_of(bench)
+        def on_ask(session: Session | None, given: list[str] | str | None) -> dict[Any, Any]:
+            session = bench_of(session)
             if not given:
-                return {visitor: bench}
+                return {visitor: session}
             try:
-                left_out = bench.ask([given] if isinstance(given, str) else given)
+                left_out = session.ask([given] if isinstance(given, str) else given)
             except ValueError as error:
-                return {visitor: bench, query: None, shot: None, problem: _problem(str(error))}
-            return {query: None, shot: None, **shown(bench, ask_problem=_left_out(left_out))}
+                return {visitor: session, query: None, shot: None, problem: _problem(str(error))}
+            return {query: None, shot: None, **shown(session, ask_problem=_left_out(left_out))}
 
-        def on_turn(bench: Bench | None, place: int, by: int) -> dict[Any, Any]:
-            bench = bench_of(bench)
-            place = max(0, min(place + by, (len(bench.answers) - 1) // _SHOWN * _SHOWN))
-            return {answers: _answers(bench, place), first_shown: place}
+        def on_turn(session: Session | None, place: int, by: int) -> dict[Any, Any]:
+            session = bench_of(session)
+            place = max(0, min(place + by, (len(session.answers) - 1) // _SHOWN * _SHOWN))
+            return {answers: _answers(session, place), first_shown: place}
 
-        def on_clear(bench: Bench | None) -> dict[Any, Any]:
-            bench = bench_of(bench)
-            bench.forget_queries()
-            return shown(bench)
+        def on_clear(session: Session | None) -> dict[Any, Any]:
+            session = bench_of(session)
+            session.forget_queries()
+            return shown(session)
 
-        def on_learn(bench: Bench | None, label: str | None) -> dict[Any, Any]:
-            bench = bench_of(bench)
-            doubtful = bench.most_useful_query()
+        def on_learn(session: Session | None, label: str | None) -> dict[Any, Any]:
+            session = bench_of(session)
+            doubtful = session.most_useful_query()
             if doubtful is None:
-                return shown(bench)
+                return shown(session)
             try:
-                bench.label_query(doubtful, label or "")
+                session.label_query(doubtful, label or "")
             except ValueError as error:
-                return {visitor: bench, doubt: _problem(str(error)) + _doubt(bench.answers[doubtful])}
-            return shown(bench)
+                return {visitor: session, doubt: _problem(str(error)) + _doubt(session.answers[doubtful])}
+            return shown(session)
 
-        def on_skip(bench: Bench | None) -> dict[Any, Any]:
-            bench = bench_of(bench)
-            doubtful = bench.most_useful_query()
+        def on_skip(session: Session | None) -> dict[Any, Any]:
+            session = bench_of(session)
+            doubtful = session.most_useful_query()
             if doubtful is not None:
-                bench.pass_over(doubtful)
-            return shown(bench)
+                session.pass_over(doubtful)
+            return shown(session)
 
-        def on_choose(bench: Bench | None, event: gr.SelectData) -> dict[Any, Any]:
-            index, _, label = bench_of(bench).pictures()[event.index]
+        def on_choose(session: Session | None, event: gr.SelectData) -> dict[Any, Any]:
+            index, _, label = bench_of(session).pictures()[event.index]
             return {
                 chosen: (index, label),
                 removal: gr.Row(visible=True),
                 remove_class: gr.Button(f"Remove the class “{label}”"),
             }
 
-        def on_remove_picture(bench: Bench | None, chosen_: tuple[int, str] | None) -> dict[Any, Any]:
-            bench = bench_of(bench)
+        def on_remove_picture(session: Session | None, chosen_: tuple[int, str] | None) -> dict[Any, Any]:
+            session = bench_of(session)
             if chosen_ is not None:
-                bench.remove_picture(chosen_[0])
-            return shown(bench)
+                session.remove_picture(chosen_[0])
+            return shown(session)
 
-        def on_remove_class(bench: Bench | None, chosen_: tuple[int, str] | None) -> dict[Any, Any]:
-            bench = bench_of(bench)
+        def on_remove_class(session: Session | None, chosen_: tuple[int, str] | None) -> dict[Any, Any]:
+            session = bench_of(session)
             if chosen_ is not None:
-                bench.remove(chosen_[1])
-            return shown(bench)
+                session.remove(chosen_[1])
+            return shown(session)
 
         # One fit or prediction at a time, whoever asks: the network takes every core.
         at_a_time: dict[str, Any] = {"concurrency_id": "network", "concurrency_limit": 1, "api_visibility": "private"}
@@ -364,11 +364,11 @@ def _problem(text: str) -> str:
     return f'<div class="said problem" role="alert">{escape(text)}</div>' if text else ""
 
 
-def _state(bench: Bench, problem: str) -> str:
+def _state(session: Session, problem: str) -> str:
     """What to do next, below a problem if there is one."""
-    if bench.classifier is not None:
+    if session.classifier is not None:
         text = "Ready to classify."
-    elif bench.counts():
+    elif session.counts():
         text = "Add a second class."
     else:
         text = "No class yet."
@@ -396,15 +396,15 @@ def _pictures(neighbours: Iterable[Neighbour]) -> str:
     return f'<div class="pictures">{"".join(figures)}</div>'
 
 
-def _answers(bench: Bench, first: int = 0) -> str:
+def _answers(session: Session, first: int = 0) -> str:
     """Some answers from the ``first`` on, the last picture first; a single one with its reasons."""
-    if bench.queries and not bench.answers:
-        waiting = "1 picture waits" if len(bench.queries) == 1 else f"{len(bench.queries):,} pictures wait"
+    if session.queries and not session.answers:
+        waiting = "1 picture waits" if len(session.queries) == 1 else f"{len(session.queries):,} pictures wait"
         return f'<div class="said" role="status">{waiting} until two classes are taught.</div>'
-    total = len(bench.answers)
-    shown = bench.answers[::-1][first : first + _SHOWN]
+    total = len(session.answers)
+    shown = session.answers[::-1][first : first + _SHOWN]
     place = f'<p class="place">{first + 1:,} to {first + len(shown):,} of {total:,}</p>' if total > _SHOWN else ""
-    return place + "".join(_answer(answer, bench.neighbours(answer), total == 1) for answer in shown)
+    return place + "".join(_answer(answer, session.neighbours(answer), total == 1) for answer in shown)
 
 
 def _answer(answer: Answer, neighbours: list[Neighbour], opened: bool) -> str:

@@ -19,9 +19,9 @@ from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis.apps.bench import UNKNOWN
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.page import make_page, serve, start_server
+from fewshot_mahalanobis.apps.session import UNKNOWN
 from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, PngImagePlugin
 from playwright.sync_api import Page
 
-from fewshot_mahalanobis.checkpoints import web_page
+from fewshot_mahalanobis.export import web_page
 from fewshot_mahalanobis.images.picture import read_square_array, to_square_array
 from tests.browser import chromium
 from tests.images.test_picture import with_xmp

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Error, Page, expect
 
-from fewshot_mahalanobis.checkpoints import web_page
+from fewshot_mahalanobis.export import web_page
 from tests.apps.web_server import Site, served
 from tests.browser import chromium
 from tests.tiny import tiny_classifier

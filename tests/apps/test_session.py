@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.apps.bench import UNKNOWN, Bench
+from fewshot_mahalanobis.apps.session import UNKNOWN, Session
 from tests.tiny import LABELS, TinyExtractor, pictures, tiny_classifier, tiny_model
 
 
@@ -31,38 +31,38 @@ def in_order(files: dict[str, list[str]]) -> tuple[list[str], list[str]]:
 
 
 def test_the_bench_fits_what_the_classifier_fits(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
+    session = Session(tiny_model(), device="cpu")
     for name, group in files.items():
-        assert bench.add(f" {name} ", group) == {}
-    assert bench.counts() == {"blue": 3, "green": 3, "red": 2}
+        assert session.add(f" {name} ", group) == {}
+    assert session.counts() == {"blue": 3, "green": 3, "red": 2}
     direct = SimpleCNAPSClassifier(tiny_model(), device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 9).fit(
         *in_order(files)
     )
     query = files["red"][0]
-    bench.ask([query])
-    (answer,) = bench.answers
+    session.ask([query])
+    (answer,) = session.answers
     (row,) = direct.predict_proba([query])
     assert answer.probabilities == pytest.approx(dict(zip(direct.classes_, row, strict=True)))
     assert answer.label == max(answer.probabilities, key=answer.probabilities.get)
     assert [UNKNOWN if answer.unknown else answer.label] == direct.predict([query]).tolist()
-    assert bench.curve == direct.summary().curve
-    bench.remove("red")
-    bench.remove("blue")
-    assert bench.curve is None
+    assert session.curve == direct.summary().curve
+    session.remove("red")
+    session.remove("blue")
+    assert session.curve is None
 
 
 def test_neighbours_are_the_nearest_support_images(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
+    session = Session(tiny_model(), device="cpu")
     for name, group in files.items():
-        bench.add(name, group)
+        session.add(name, group)
     paths, names = in_order(files)
     query = files["green"][1]
-    bench.ask([query])
-    (answer,) = bench.answers
-    assert bench.classifier is not None
-    features, (own,) = bench.classifier.transform(paths), bench.classifier.transform([query])
+    session.ask([query])
+    (answer,) = session.answers
+    assert session.classifier is not None
+    features, (own,) = session.classifier.transform(paths), session.classifier.transform([query])
     distances = [float(np.sqrt(((row - own) ** 2).sum())) for row in features]
-    neighbours = bench.neighbours(answer)
+    neighbours = session.neighbours(answer)
     nearest = np.argsort(distances)[: len(neighbours)]
     assert [n.label for n in neighbours] == [names[i] for i in nearest]
     assert [n.distance for n in neighbours] == pytest.approx([distances[i] for i in nearest], abs=1e-5)
@@ -72,156 +72,161 @@ def test_neighbours_are_the_nearest_support_images(files: dict[str, list[str]]) 
 
 def test_files_that_cannot_be_read_are_named_and_the_others_used(files: dict[str, list[str]], tmp_path: Path) -> None:
     (tmp_path / "notes.png").write_text("hello")
-    bench = Bench(tiny_model(), device="cpu")
-    problems = bench.add("blue", [*files["blue"], str(tmp_path / "notes.png")])
+    session = Session(tiny_model(), device="cpu")
+    problems = session.add("blue", [*files["blue"], str(tmp_path / "notes.png")])
     assert problems.keys() == {"notes.png"}
-    assert bench.counts() == {"blue": 3}
+    assert session.counts() == {"blue": 3}
     with pytest.raises(ValueError, match=r"Nothing was added. notes\.png: not an image file"):
-        bench.add("red", [str(tmp_path / "notes.png")])
-    bench.add("red", files["red"])
+        session.add("red", [str(tmp_path / "notes.png")])
+    session.add("red", files["red"])
     with pytest.raises(ValueError, match=r"notes\.png: not an image file"):
-        bench.ask([str(tmp_path / "notes.png")])
-    assert bench.queries == []
-    assert bench.counts() == {"blue": 3, "red": 2}
+        session.ask([str(tmp_path / "notes.png")])
+    assert session.queries == []
+    assert session.counts() == {"blue": 3, "red": 2}
 
 
 def test_what_is_missing_is_said(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
+    session = Session(tiny_model(), device="cpu")
     for name, given, message in (
         ("  ", files["red"], "name first"),
         (UNKNOWN, files["red"], "another name"),
         ("red", [], "pictures of “red” first"),
     ):
         with pytest.raises(ValueError, match=message):
-            bench.add(name, given)
-    bench.add("red", files["red"])
-    assert bench.save() is None
+            session.add(name, given)
+    session.add("red", files["red"])
+    assert session.save() is None
 
 
 def test_single_pictures_make_a_classifier_that_calls_nothing_unknown(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
+    session = Session(tiny_model(), device="cpu")
     for name, group in files.items():
-        bench.add(name, group[:1])
-    bench.ask([files["red"][1]])
-    assert not bench.answers[0].unknown
+        session.add(name, group[:1])
+    session.ask([files["red"][1]])
+    assert not session.answers[0].unknown
 
 
 def test_removing_a_class_is_never_having_added_it(files: dict[str, list[str]]) -> None:
-    bench, without = Bench(tiny_model(), device="cpu"), Bench(tiny_model(), device="cpu")
+    session, without = Session(tiny_model(), device="cpu"), Session(tiny_model(), device="cpu")
     for name, group in files.items():
-        bench.add(name, group)
+        session.add(name, group)
         if name != "green":
             without.add(name, group)
-    for one in (bench, without):
+    for one in (session, without):
         one.ask(files["red"][:1])
-    bench.remove("green")
-    assert bench.counts() == without.counts()
-    assert bench.answers[0].probabilities == without.answers[0].probabilities
-    bench.remove("red")
-    assert bench.classifier is None
-    assert bench.answers == []
+    session.remove("green")
+    assert session.counts() == without.counts()
+    assert session.answers[0].probabilities == without.answers[0].probabilities
+    session.remove("red")
+    assert session.classifier is None
+    assert session.answers == []
 
 
 def test_from_a_fitted_classifier_on_more_images_are_a_partial_fit(files: dict[str, list[str]]) -> None:
     start = tiny_classifier(unknown_label=UNKNOWN, false_rejection_rate=0.2)
     before = start.predict_proba(pictures(2, 5))
-    bench = Bench(start)
-    assert bench.counts() == {"blue": 3, "green": 3, "red": 2}
-    bench.ask(files["red"][:1])
-    assert all(near.picture is None for near in bench.neighbours(bench.answers[0]))
-    bench.add("purple", files["blue"][:2])
+    session = Session(start)
+    assert session.counts() == {"blue": 3, "green": 3, "red": 2}
+    session.ask(files["red"][:1])
+    assert all(near.picture is None for near in session.neighbours(session.answers[0]))
+    session.add("purple", files["blue"][:2])
     expected = tiny_classifier(unknown_label=UNKNOWN, false_rejection_rate=0.2).partial_fit(
         files["blue"][:2], ["purple"] * 2
     )
     (row,) = expected.predict_proba(files["red"][:1])
-    (answer,) = bench.answers
+    (answer,) = session.answers
     assert answer.probabilities == pytest.approx(dict(zip(expected.classes_, row, strict=True)))
-    assert {near.label for near in bench.neighbours(answer) if near.picture is not None} <= {"purple"}
-    bench.remove("purple")
-    assert bench.classifier is start
+    assert {near.label for near in session.neighbours(answer) if near.picture is not None} <= {"purple"}
+    session.remove("purple")
+    assert session.classifier is start
     np.testing.assert_array_equal(start.predict_proba(pictures(2, 5)), before)
 
 
 def test_classes_that_are_numbers_stay_numbers(files: dict[str, list[str]]) -> None:
     start = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(4, 1), [3, 5, 3, 5])
-    bench = Bench(start)
-    bench.add("5", files["red"])
-    bench.add("8", files["blue"])
-    assert bench.classifier is not None
-    assert bench.classifier.classes_.tolist() == [3, 5, 8]
+    session = Session(start)
+    session.add("5", files["red"])
+    session.add("8", files["blue"])
+    assert session.classifier is not None
+    assert session.classifier.classes_.tolist() == [3, 5, 8]
     with pytest.raises(ValueError, match="whole numbers"):
-        bench.add("cat", files["green"])
-    assert bench.counts() == {"3": 2, "5": 4, "8": 3}
+        session.add("cat", files["green"])
+    assert session.counts() == {"3": 2, "5": 4, "8": 3}
 
 
 def test_one_picture_can_be_removed(files: dict[str, list[str]]) -> None:
-    bench, without = Bench(tiny_model(), device="cpu"), Bench(tiny_model(), device="cpu")
-    for one in (bench, without):
+    session, without = Session(tiny_model(), device="cpu"), Session(tiny_model(), device="cpu")
+    for one in (session, without):
         one.ask(files["green"][:1])
         one.add("red", files["red"])
-    bench.add("blue", files["blue"])
+    session.add("blue", files["blue"])
     without.add("blue", files["blue"][1:])
-    index = next(index for index, _, name in bench.pictures() if name == "blue")
-    bench.remove_picture(index)
-    assert bench.counts() == {"blue": 2, "red": 2}
-    assert bench.answers[0].probabilities == without.answers[0].probabilities
+    index = next(index for index, _, name in session.pictures() if name == "blue")
+    session.remove_picture(index)
+    assert session.counts() == {"blue": 2, "red": 2}
+    assert session.answers[0].probabilities == without.answers[0].probabilities
 
 
 def test_pictures_are_listed_class_by_class(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
+    session = Session(tiny_model(), device="cpu")
     for index in range(2):
         for name in ("red", "blue"):
-            bench.add(name, files[name][index : index + 1])
-    assert [(index, name) for index, _, name in bench.pictures()] == [(1, "blue"), (3, "blue"), (0, "red"), (2, "red")]
-    assert all(picture is bench.images[index] for index, picture, _ in bench.pictures())
+            session.add(name, files[name][index : index + 1])
+    assert [(index, name) for index, _, name in session.pictures()] == [
+        (1, "blue"),
+        (3, "blue"),
+        (0, "red"),
+        (2, "red"),
+    ]
+    assert all(picture is session.images[index] for index, picture, _ in session.pictures())
 
 
 def test_queries_wait_for_two_classes_and_are_answered_anew_after_each_change(files: dict[str, list[str]]) -> None:
-    bench = Bench(tiny_model(), device="cpu")
-    assert bench.ask([*files["red"], files["blue"][0]]) == {}
-    assert bench.answers == []
-    assert bench.most_useful_query() is None
-    bench.add("red", files["red"])
-    assert bench.answers == []
-    bench.add("blue", files["blue"])
-    assert [answer.label for answer in bench.answers] == ["red", "red", "blue"]
-    bench.add("green", files["green"])
-    assert all(answer.probabilities.keys() == {"blue", "green", "red"} for answer in bench.answers)
-    bench.forget_queries()
-    assert (bench.queries, bench.answers, bench.most_useful_query()) == ([], [], None)
+    session = Session(tiny_model(), device="cpu")
+    assert session.ask([*files["red"], files["blue"][0]]) == {}
+    assert session.answers == []
+    assert session.most_useful_query() is None
+    session.add("red", files["red"])
+    assert session.answers == []
+    session.add("blue", files["blue"])
+    assert [answer.label for answer in session.answers] == ["red", "red", "blue"]
+    session.add("green", files["green"])
+    assert all(answer.probabilities.keys() == {"blue", "green", "red"} for answer in session.answers)
+    session.forget_queries()
+    assert (session.queries, session.answers, session.most_useful_query()) == ([], [], None)
 
 
 def test_the_query_most_in_doubt_is_offered_and_its_label_learned(files: dict[str, list[str]]) -> None:
     start = tiny_classifier()
-    bench = Bench(start)
+    session = Session(start)
     queries = [file for group in files.values() for file in group]
-    bench.ask(queries)
+    session.ask(queries)
     margins = np.sort(start.predict_proba(queries), axis=1)
     expected = int((margins[:, -1] - margins[:, -2]).argmin())
-    assert bench.most_useful_query() == expected
-    bench.pass_over(expected)
-    second = bench.most_useful_query()
+    assert session.most_useful_query() == expected
+    session.pass_over(expected)
+    second = session.most_useful_query()
     assert second not in (None, expected)
     with pytest.raises(ValueError, match="name first"):
-        bench.label_query(second, " ")
-    assert len(bench.queries) == len(queries)
-    bench.label_query(second, "purple")
-    assert len(bench.queries) == len(bench.answers) == len(queries) - 1
+        session.label_query(second, " ")
+    assert len(session.queries) == len(queries)
+    session.label_query(second, "purple")
+    assert len(session.queries) == len(session.answers) == len(queries) - 1
     learned = tiny_classifier().partial_fit([queries[second]], ["purple"])
     kept = [query for index, query in enumerate(queries) if index != second]
     np.testing.assert_allclose(
-        [list(answer.probabilities.values()) for answer in bench.answers], learned.predict_proba(kept), rtol=1e-6
+        [list(answer.probabilities.values()) for answer in session.answers], learned.predict_proba(kept), rtol=1e-6
     )
     for _ in kept:
-        if (index := bench.most_useful_query()) is not None:
-            bench.pass_over(index)
-    assert bench.most_useful_query() is None
+        if (index := session.most_useful_query()) is not None:
+            session.pass_over(index)
+    assert session.most_useful_query() is None
 
 
 @pytest.mark.parametrize("name", ["Unknown", "UNKNOWN ", "uNknown"])
 def test_the_answer_for_no_class_is_no_class_however_it_is_written(files: dict[str, list[str]], name: str) -> None:
     with pytest.raises(ValueError, match="choose another name"):
-        Bench(tiny_model(), device="cpu").add(name, files["red"])
+        Session(tiny_model(), device="cpu").add(name, files["red"])
 
 
 @pytest.mark.parametrize(("known", "name"), [("cat", "Cat"), ("Black  cat", "black cat"), ("café", "cafe\u0301")])
@@ -231,36 +236,36 @@ def test_a_name_that_looks_like_that_of_a_class_is_no_second_class(
 ) -> None:
     if taught == "in the file":
         labels = [known if label == "red" else label for label in LABELS]
-        bench = Bench(SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), labels))
+        session = Session(SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), labels))
     else:
-        bench = Bench(tiny_model(), device="cpu")
-        bench.add(known, files["red"])
-    bench.add("yellow", files["blue"])
-    bench.ask(files["green"][:1])
-    before = bench.counts()
+        session = Session(tiny_model(), device="cpu")
+        session.add(known, files["red"])
+    session.add("yellow", files["blue"])
+    session.ask(files["green"][:1])
+    before = session.counts()
     with pytest.raises(ValueError, match=f"There is a class “{known}”"):
-        bench.label_query(0, name) if taught == "asked about" else bench.add(name, files["green"])
-    assert bench.counts() == before
-    bench.add(known, files["green"])
-    assert bench.counts()[known] == before[known] + 3
+        session.label_query(0, name) if taught == "asked about" else session.add(name, files["green"])
+    assert session.counts() == before
+    session.add(known, files["green"])
+    assert session.counts()[known] == before[known] + 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"unknown_label": "?", "false_rejection_rate": 0.2}], ids=str)
 def test_a_model_file_sees_each_picture_once_however_many_answers_follow(
     files: dict[str, list[str]], settings: dict[str, Any]
 ) -> None:
-    bench = Bench(tiny_classifier(**settings))
-    batches = cast(TinyExtractor, bench.start.model_.feature_extractor).batches
+    session = Session(tiny_classifier(**settings))
+    batches = cast(TinyExtractor, session.start.model_.feature_extractor).batches
     batches.clear()
-    bench.ask([file for group in files.values() for file in group])
-    passes = 1 if bench.start.task_.unadapted is None else 2
+    session.ask([file for group in files.values() for file in group])
+    passes = 1 if session.start.task_.unadapted is None else 2
     assert sum(batches) == 8 * passes
     for name in ("green", "purple", "blue"):
-        index = bench.most_useful_query()
+        index = session.most_useful_query()
         assert index is not None
-        bench.label_query(index, name)
-    bench.remove_picture(0)
-    bench.remove("purple")
+        session.label_query(index, name)
+    session.remove_picture(0)
+    session.remove("purple")
     assert sum(batches) == 8 * passes
 
 
@@ -273,30 +278,32 @@ def test_a_model_file_reads_pictures_by_its_range_and_once(tmp_path: Path, value
         Image.fromarray(rng.integers(low, high, (20, 20), dtype=np.uint16)).save(file)
         stored.append(str(file))
     start = SimpleCNAPSClassifier(tiny_model(), device="cpu", value_range=value_range).fit(stored[:4], list("abab"))
-    bench = Bench(start)
-    bench.ask(stored[4:])
+    session = Session(start)
+    session.ask(stored[4:])
     np.testing.assert_allclose(
-        [list(answer.probabilities.values()) for answer in bench.answers], start.predict_proba(stored[4:]), rtol=1e-5
+        [list(answer.probabilities.values()) for answer in session.answers], start.predict_proba(stored[4:]), rtol=1e-5
     )
-    bench.label_query(0, "b")
-    bench.add("c", stored[6:8])
+    session.label_query(0, "b")
+    session.add("c", stored[6:8])
     learned = copy.copy(start).partial_fit([stored[4], *stored[6:8]], ["b", "c", "c"])
     np.testing.assert_allclose(
-        [list(answer.probabilities.values()) for answer in bench.answers], learned.predict_proba(stored[5:]), rtol=1e-5
+        [list(answer.probabilities.values()) for answer in session.answers],
+        learned.predict_proba(stored[5:]),
+        rtol=1e-5,
     )
     assert start.classes_.tolist() == ["a", "b"]
 
 
 def test_a_label_that_cannot_be_learned_changes_nothing(files: dict[str, list[str]]) -> None:
-    bench = Bench(SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(4, 1), [3, 5, 3, 5]))
-    bench.ask(files["red"])
+    session = Session(SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(4, 1), [3, 5, 3, 5]))
+    session.ask(files["red"])
     with pytest.raises(ValueError, match="whole numbers"):
-        bench.label_query(0, "cat")
-    assert len(bench.queries) == len(bench.answers) == 2
+        session.label_query(0, "cat")
+    assert len(session.queries) == len(session.answers) == 2
 
 
 def test_the_example_has_three_classes_and_asks_about_seven_pictures() -> None:
-    bench = Bench(tiny_model(), device="cpu")
-    bench.add_example()
-    assert bench.counts() == {"flower": 5, "pagoda": 5, "trees": 5}
-    assert len(bench.answers) == 7
+    session = Session(tiny_model(), device="cpu")
+    session.add_example()
+    assert session.counts() == {"flower": 5, "pagoda": 5, "trees": 5}
+    assert len(session.answers) == 7

@@ -26,7 +26,7 @@ from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import folded
 from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 
-__all__ = ["UNKNOWN", "Answer", "Bench", "Neighbour", "Picture"]
+__all__ = ["UNKNOWN", "Answer", "Neighbour", "Picture", "Session"]
 
 #: The label of pictures that belong to no class.
 UNKNOWN = "unknown"
@@ -71,7 +71,7 @@ class Answer(NamedTuple):
     features: NDArray[np.floating]  # (d,)
 
 
-class Bench:
+class Session:
     """Classes that grow by pictures, and the classifier of them, fitted anew after every change.
 
     Every picture is read once. If the network stays as it is, it goes through the network once too, and a change costs
@@ -259,8 +259,8 @@ class Bench:
         self._answer()
         return problems
 
-    def take_queries(self, other: Bench) -> None:
-        """Start with the queries and answers of another bench with the same ``start``."""
+    def take_queries(self, other: Session) -> None:
+        """Start with the queries and answers of another session with the same ``start``."""
         self.queries, self.answers = [*other.queries], [*other.answers]
 
     def forget_queries(self) -> None:
@@ -326,7 +326,7 @@ class Bench:
     # ---------------------------------------------------------------- keeping
 
     def save(self) -> Path | None:
-        """Write the classifier to a file of this bench; None as long as there is none."""
+        """Write the classifier to a file of this session; None as long as there is none."""
         if self.classifier is None:
             return None
         path = Path(self._folder.name, "classifier.safetensors")

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.checkpoints.pixels import Square
+from fewshot_mahalanobis.export.pixels import Square
 from fewshot_mahalanobis.images.picture import to_square_array
 from tests.tiny import SUPPORT_LABELS, adapting_model, drawn
 

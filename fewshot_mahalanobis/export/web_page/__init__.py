@@ -1,6 +1,6 @@
 """A fitted classifier as a page that classifies in its visitor's browser: a folder of files for any web server.
 
-The graph is the one of :mod:`~fewshot_mahalanobis.checkpoints.export` that reads pixels. ONNX Runtime Web runs it; its
+The graph is the one of :mod:`~fewshot_mahalanobis.export.graph` that reads pixels. ONNX Runtime Web runs it; its
 files come from a public server, or from the folder itself. They are used only if they have the digests below.
 """
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from fewshot_mahalanobis import __version__
-from fewshot_mahalanobis.checkpoints.export import write_onnx
+from fewshot_mahalanobis.export.graph import write_onnx
 from fewshot_mahalanobis.images.decode import ImageBatches, to_network_range
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS

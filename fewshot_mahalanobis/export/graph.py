@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
-from fewshot_mahalanobis.checkpoints.pixels import Square
+from fewshot_mahalanobis.export.pixels import Square
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedTask
