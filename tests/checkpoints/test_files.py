@@ -318,7 +318,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "model.safetensors": lambda path: save_checkpoint(tiny_model(), path.parent),
     "config.json": lambda path: save_checkpoint(tiny_model(), path.parent),
     "README.md": lambda path: save_checkpoint(tiny_model(), path.parent, card="about it"),
-    "state.pt": lambda path: RunFolder(path.parent, {}).save({"step": 1}),
+    "state.pt": lambda path: RunFolder(path.parent, {}).save(lambda: {"step": 1}, now=True),
     "recipe.json": lambda path: RunFolder(path.parent, {}),
 }
 
