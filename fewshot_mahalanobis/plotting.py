@@ -27,8 +27,8 @@ from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
-from fewshot_mahalanobis.support_set.influence import support_influence
 from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
+from fewshot_mahalanobis.support_set.summary import support_influence
 
 try:
     import matplotlib as mpl

@@ -41,7 +41,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Task:
+class HeadTask:
     """Features of a few-shot task. Its ``repr`` is Python that makes it again.
 
     Attributes
@@ -61,7 +61,7 @@ class Task:
         tensors = (
             f"{name}=torch.tensor({tensor.tolist()}, dtype={tensor.dtype})" for name, tensor in vars(self).items()
         )
-        return f"Task({', '.join(tensors)})"
+        return f"HeadTask({', '.join(tensors)})"
 
 
 def tasks(
@@ -71,7 +71,7 @@ def tasks(
     width: tuple[int, int] = (1, 10),
     scale: tuple[float, float] = (1e-6, 1e6),
     dtypes: Collection[torch.dtype] = _DTYPES,
-) -> st.SearchStrategy[Task]:
+) -> st.SearchStrategy[HeadTask]:
     """Strategy of few-shot tasks, easy and awkward: a hypothesis strategy for ``@given``.
 
     Entries are small integers, floats in [-1, 1] or Gaussian; then features may become constant or linear combinations
@@ -89,7 +89,7 @@ def tasks(
 
     Returns
     -------
-    hypothesis.strategies.SearchStrategy of Task
+    hypothesis.strategies.SearchStrategy of HeadTask
         With one to four queries.
     """
     return _draw_task(classes, shots, width, scale, tuple(dtypes))
@@ -103,7 +103,7 @@ def _draw_task(
     width: tuple[int, int],
     scale: tuple[float, float],
     dtypes: tuple[torch.dtype, ...],
-) -> Task:
+) -> HeadTask:
     counts = draw(st.lists(st.integers(*shots), min_size=classes[0], max_size=classes[1]))
     n, d = sum(counts), draw(st.integers(*width))
     rows = n + draw(st.integers(1, 4))
@@ -126,49 +126,49 @@ def _draw_task(
     largest = torch.finfo(dtype).max / 4
     features = torch.from_numpy(x).clamp(-largest, largest).to(dtype)
     labels = np.random.default_rng(draw(st.integers(0, 2**16))).permutation(np.repeat(np.arange(len(counts)), counts))
-    return Task(features[:n], torch.from_numpy(labels), features[n:])
+    return HeadTask(features[:n], torch.from_numpy(labels), features[n:])
 
 
-def _in_float64(task: Task) -> Task:
+def _in_float64(task: HeadTask) -> HeadTask:
     """The task in float64."""
-    return Task(task.support_features.double(), task.support_labels, task.query_features.double())
+    return HeadTask(task.support_features.double(), task.support_labels, task.query_features.double())
 
 
-def _at_unit_scale(task: Task) -> Task:
+def _at_unit_scale(task: HeadTask) -> HeadTask:
     """The task in float64, its largest entry 1."""
     task = _in_float64(task)
     factor = 1 / max(largest_entry(task), torch.finfo(torch.float64).tiny)
-    return Task(factor * task.support_features, task.support_labels, factor * task.query_features)
+    return HeadTask(factor * task.support_features, task.support_labels, factor * task.query_features)
 
 
-def _shuffled(task: Task) -> Task:
+def _shuffled(task: HeadTask) -> HeadTask:
     """The task with its examples in another order."""
     order = torch.randperm(len(task.support_labels), generator=_fixed_generator())
-    return Task(task.support_features[order], task.support_labels[order], task.query_features)
+    return HeadTask(task.support_features[order], task.support_labels[order], task.query_features)
 
 
-def _renamed_labels(task: Task) -> tuple[Task, Tensor]:
+def _renamed_labels(task: HeadTask) -> tuple[HeadTask, Tensor]:
     """The task with class j called names[j], and ``names`` (k,)."""
     names = torch.randperm(len(task.support_labels.unique()), generator=_fixed_generator())
-    return Task(task.support_features, names[task.support_labels], task.query_features), names
+    return HeadTask(task.support_features, names[task.support_labels], task.query_features), names
 
 
-def _moved(task: Task) -> Task:
+def _moved(task: HeadTask) -> HeadTask:
     """The task moved by one vector, as long as its features."""
     shift = largest_entry(task) * torch.randn(
         task.query_features.shape[1], dtype=torch.float64, generator=_fixed_generator()
     )
-    return Task(task.support_features + shift, task.support_labels, task.query_features + shift)
+    return HeadTask(task.support_features + shift, task.support_labels, task.query_features + shift)
 
 
-def _rotated(task: Task) -> Task:
+def _rotated(task: HeadTask) -> HeadTask:
     """The task turned by one orthogonal matrix."""
     d = task.query_features.shape[1]
     rotation = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64, generator=_fixed_generator())).Q
-    return Task(task.support_features @ rotation, task.support_labels, task.query_features @ rotation)
+    return HeadTask(task.support_features @ rotation, task.support_labels, task.query_features @ rotation)
 
 
-def largest_entry(task: Task) -> float:
+def largest_entry(task: HeadTask) -> float:
     """Largest entry of a feature, M."""
     return max(float(task.support_features.abs().max()), float(task.query_features.abs().max()))
 
@@ -180,20 +180,20 @@ def _fixed_generator() -> torch.Generator:
 
 # ---------------------------------------------------------------- properties
 
-__all__ = ["HEAD_PROPERTIES", "Task", "check_head", "tasks"]
+__all__ = ["HEAD_PROPERTIES", "HeadTask", "check_head", "tasks"]
 
 #: Relative perturbations of examples by whose effect float64 logits may differ, and float32 ones from float64.
 _NUDGE, _NUDGE_FLOAT32 = 2.0**-30, 2.0**-16
 _PROBES = 4
 
-Property = Callable[[Any, Task], None]
+Property = Callable[[Any, HeadTask], None]
 
 
 def check_head(
     make: Callable[[int], Any],
     *,
     without: Collection[str] = (),
-    strategy: st.SearchStrategy[Task] | None = None,
+    strategy: st.SearchStrategy[HeadTask] | None = None,
     settings: hypothesis.settings | None = None,
 ) -> None:
     """Search a head for counterexamples to each of ``HEAD_PROPERTIES``.
@@ -206,7 +206,7 @@ def check_head(
     without : collection of str
         Names of properties that the head is not meant to have. Few have ``translation_changes_nothing`` and
         ``rotation_changes_nothing``.
-    strategy : hypothesis strategy of Task, optional
+    strategy : hypothesis strategy of HeadTask, optional
         Where to search; by default scales from 1e-6 to 1e3. An error is a counterexample, so leave out what the head
         refuses.
     settings : hypothesis.settings, optional
@@ -226,7 +226,7 @@ def _search(
     make: Callable[[int], Any],
     properties: Mapping[str, Property],
     without: Collection[str],
-    strategy: st.SearchStrategy[Task] | None,
+    strategy: st.SearchStrategy[HeadTask] | None,
     settings: hypothesis.settings | None,
 ) -> None:
     if unknown := sorted(set(without) - set(properties)):
@@ -250,7 +250,7 @@ def _search(
 
 
 def _test_of(make: Callable[[int], Any], name: str, properties: Mapping[str, Property]) -> Callable[..., None]:
-    def test(task: Task) -> None:
+    def test(task: HeadTask) -> None:
         try:
             properties[name](make(task.support_features.shape[1]), task)
         except Exception as error:
@@ -263,7 +263,7 @@ def _test_of(make: Callable[[int], Any], name: str, properties: Mapping[str, Pro
 # ---------------------------------------------------------------- heads
 
 
-def _head_one_call_equals_two_steps(head: Any, task: Task) -> None:
+def _head_one_call_equals_two_steps(head: Any, task: HeadTask) -> None:
     """``head(...)`` gives the same bits as ``fit`` and ``logits``: finite (m, k), in float32 at least."""
     whole = head(task.support_features, task.support_labels, task.query_features)
     state = head.fit(task.support_features, task.support_labels)
@@ -275,7 +275,7 @@ def _head_one_call_equals_two_steps(head: Any, task: Task) -> None:
     _assert(torch.equal(whole, steps), f"one call and two steps differ by {(whole - steps).abs().max():.3g}")
 
 
-def _head_calls_leave_no_trace(head: Any, task: Task) -> None:
+def _head_calls_leave_no_trace(head: Any, task: HeadTask) -> None:
     """A second call gives the same bits; features, labels, parameters and torch's random state stay as they were."""
     before, parameters, state = copy.deepcopy(task), copy.deepcopy(head.state_dict()), torch.get_rng_state()
     first, second = (head(task.support_features, task.support_labels, task.query_features) for _ in range(2))
@@ -285,43 +285,43 @@ def _head_calls_leave_no_trace(head: Any, task: Task) -> None:
         _assert(torch.equal(value, parameters[name]), f"{name} was changed")
 
 
-def _head_support_order_does_not_matter(head: Any, task: Task) -> None:
+def _head_support_order_does_not_matter(head: Any, task: HeadTask) -> None:
     _assert_same_logits(head, _in_float64(task), _shuffled(_in_float64(task)))
 
 
-def _head_renaming_labels_permutes_the_columns(head: Any, task: Task) -> None:
+def _head_renaming_labels_permutes_the_columns(head: Any, task: HeadTask) -> None:
     renamed, names = _renamed_labels(_in_float64(task))
     _assert_same_logits(head, _in_float64(task), renamed, columns=names)
 
 
-def _head_every_query_is_served_on_its_own(head: Any, task: Task) -> None:
+def _head_every_query_is_served_on_its_own(head: Any, task: HeadTask) -> None:
     task, head = _in_float64(task), copy.deepcopy(head).double()
     state = head.fit(task.support_features, task.support_labels)
     alone = torch.cat([head.logits(state, query[None]) for query in task.query_features])
     _assert_close_logits(alone, head, task)
 
 
-def _head_translation_changes_nothing(head: Any, task: Task) -> None:
+def _head_translation_changes_nothing(head: Any, task: HeadTask) -> None:
     _assert_same_logits(head, _moved(_in_float64(task)), _in_float64(task))  # the moved one has the larger numbers
 
 
-def _head_rotation_changes_nothing(head: Any, task: Task) -> None:
+def _head_rotation_changes_nothing(head: Any, task: HeadTask) -> None:
     _assert_same_logits(head, _in_float64(task), _rotated(_in_float64(task)))
 
 
-def _head_gradients_equal_finite_differences(head: Any, task: Task) -> None:
+def _head_gradients_equal_finite_differences(head: Any, task: HeadTask) -> None:
     # Metrics have kinks and poles where features coincide or vanish: noise moves the task off them.
     task, head, generator = _at_unit_scale(task), copy.deepcopy(head).double(), _fixed_generator()
     noisy = [
         x + torch.randn(x.shape, dtype=x.dtype, generator=generator)
         for x in (task.support_features, task.query_features)
     ]
-    task = Task(noisy[0], task.support_labels, noisy[1])
+    task = HeadTask(noisy[0], task.support_labels, noisy[1])
     _assert_gradients(lambda x, q: head(x, task.support_labels, q), task)
 
 
-def _head_float32_is_close_to_float64(head: Any, task: Task) -> None:
-    single = Task(task.support_features.float(), task.support_labels, task.query_features.float())
+def _head_float32_is_close_to_float64(head: Any, task: HeadTask) -> None:
+    single = HeadTask(task.support_features.float(), task.support_labels, task.query_features.float())
     found = copy.deepcopy(head).float()(single.support_features, single.support_labels, single.query_features)
     _assert(found.dtype == torch.float32, f"logits are {found.dtype}")
     n, d = task.support_features.shape
@@ -348,14 +348,16 @@ HEAD_PROPERTIES: Mapping[str, Property] = {
 }
 
 
-def _assert_same_logits(head: Any, task: Task, other: Task, columns: Tensor | slice = slice(None)) -> None:
+def _assert_same_logits(head: Any, task: HeadTask, other: HeadTask, columns: Tensor | slice = slice(None)) -> None:
     """Logits of ``other``, in the order of ``columns``, are those of ``task``."""
     head = copy.deepcopy(head).double()
     found = head(other.support_features, other.support_labels, other.query_features)[:, columns]
     _assert_close_logits(found, head, task)
 
 
-def _assert_close_logits(found: Tensor, head: Any, task: Task, nudge: float = _NUDGE, underflow: float = 0.0) -> None:
+def _assert_close_logits(
+    found: Tensor, head: Any, task: HeadTask, nudge: float = _NUDGE, underflow: float = 0.0
+) -> None:
     """Compare logits with those of ``task`` within what nudging its features changes, and an absolute ``underflow``."""
     expected = head(task.support_features, task.support_labels, task.query_features)
     tiny = torch.finfo(expected.dtype).tiny  # numbers below it have no relative precision
@@ -388,13 +390,13 @@ def _assert_within(found: Tensor, expected: Tensor, bound: Tensor) -> None:
         )
 
 
-def _assert_untouched(task: Task, before: Task, state: Tensor) -> None:
+def _assert_untouched(task: HeadTask, before: HeadTask, state: Tensor) -> None:
     for name, tensor in vars(task).items():
         _assert(torch.equal(tensor, getattr(before, name)), f"{name} were changed in place")
     _assert(torch.equal(torch.get_rng_state(), state), "torch's global random state was changed")
 
 
-def _assert_gradients(function: Callable[[Tensor, Tensor], Tensor], task: Task) -> None:
+def _assert_gradients(function: Callable[[Tensor, Tensor], Tensor], task: HeadTask) -> None:
     """The derivative along a random direction lies between those of a step back and a step forward.
 
     So it does for a smooth function, whose central difference is their mean, and at a kink of a concave or convex one.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
-from fewshot_mahalanobis.export.pixels import Square
+from fewshot_mahalanobis.export.pixels import PixelsToSquare
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedTask
@@ -137,7 +137,7 @@ class _Answers(nn.Module):
     def __init__(self, model: SimpleCNAPS, task: AdaptedTask, distances: bool) -> None:
         super().__init__()
         fitted = task.fitted_head
-        self.square = Square(model.image_size)
+        self.square = PixelsToSquare(model.image_size)
         self.classifier = _Logits(model, task)
         self.unadapted = None
         if task.unadapted is not None and fitted.outliers is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 STRIP = 16
 
 
-class Square(nn.Module):
+class PixelsToSquare(nn.Module):
     """Pixels, uint8 (h, w, 3) or (h, w, 4), -> images (1, 3, s, s), float32 in [-1, 1].
 
     Parameters

@@ -14,19 +14,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import warnings
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageOps
 
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.formats import open_image, whole_files
-from fewshot_mahalanobis.images.profiles import ProfileError, profile_mode, to_srgb
 from fewshot_mahalanobis.images.ranges import (
     Span,
     ValueRange,
@@ -103,15 +104,15 @@ def to_square(image: Image.Image, size: int, value_range: ValueRange | None = No
     profile = image.info.get("icc_profile")
     if exif_orientation(image) != 1:  # exif_transpose always copies
         image = ImageOps.exif_transpose(image)
-    described = profile_mode(profile) if profile else None
+    described = _profile_mode(profile) if profile else None
     flat, span = (image, None) if image.mode == described == "CMYK" else _to_rgb(image, depth, value_range)
     if described == "L" and (image.mode in ("1", "L", "LA") or image.mode.startswith("I")):
         flat = flat.getchannel(0)
     small, profile_ignored = _halved(flat, size), False
     if profile and described == small.mode:
         try:
-            small = to_srgb(small, profile)
-        except ProfileError:
+            small = _to_srgb(small, profile)
+        except _ProfileError:
             profile_ignored = True
     elif profile:  # one of another colour space than the pixels', such as CMYK for RGB, says nothing about them
         profile_ignored = described is None
@@ -285,3 +286,52 @@ def _halved(image: Image.Image, size: int) -> Image.Image:
     """Step 3 of the module."""
     times = min(image.size) // (2 * size)
     return image.reduce(1 << (times.bit_length() - 1)) if times > 1 else image
+
+
+# -------------------------------------------------------------------- ICC colour profiles: other colour spaces as sRGB
+
+#: Colour space of a profile's header -> mode of the pixels that it describes.
+_PROFILE_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
+#: Largest difference, in levels of 255, of a profile that is sRGB but for rounding.
+_PROFILE_ROUNDING = 2
+
+
+class _ProfileError(ValueError):
+    """A colour profile is damaged."""
+
+
+def _profile_mode(profile: bytes) -> str | None:
+    """Mode of the pixels that a profile describes ("RGB", "L", "CMYK"), by its header, or None."""
+    return _PROFILE_MODES.get(profile[16:20].decode("latin-1").strip())
+
+
+def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
+    """Convert an image in the mode of its profile to sRGB; _ProfileError if the profile is damaged.
+
+    A profile that is sRGB but for rounding changes nothing.
+    """
+    transform = _profile_transform(profile, image.mode)
+    return image.convert("RGB") if transform is None else transform.apply(image)
+
+
+@lru_cache(maxsize=32)  # the pictures of a camera have one profile, and setting up takes longer than a small picture
+def _profile_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """Conversion from a profile to sRGB by relative colorimetry; None if it changes no colour."""
+    try:
+        transform = ImageCms.buildTransform(
+            ImageCms.getOpenProfile(io.BytesIO(profile)),
+            ImageCms.createProfile("sRGB"),
+            mode,
+            "RGB",
+            ImageCms.Intent.RELATIVE_COLORIMETRIC,
+            ImageCms.Flags.BLACKPOINTCOMPENSATION,
+        )
+    except (ImageCms.PyCMSError, OSError, TypeError, ValueError) as error:
+        raise _ProfileError(str(error)) from error
+    if mode == "CMYK":
+        return transform
+    steps = np.arange(0, 256, 15, dtype=np.uint8)
+    colours = np.stack(np.meshgrid(*[steps] * len(mode), indexing="ij"), axis=-1).reshape(1, -1, len(mode))
+    palette = Image.fromarray(colours if mode == "RGB" else colours[..., 0])
+    change = np.asarray(transform.apply(palette), int) - np.asarray(palette.convert("RGB"), int)
+    return None if np.abs(change).max() <= _PROFILE_ROUNDING else transform

@@ -21,7 +21,7 @@ from torch import Tensor
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.copies import copies_found, warn_of_contradictions, warn_of_copies
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.fitted_head import FittedHead, Prediction
+from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
 from fewshot_mahalanobis.support_set.labels import label_array
 from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
 from fewshot_mahalanobis.support_set.unknown import Similarity
@@ -76,7 +76,7 @@ class FittedHeadMixin(ClassifierMixin):
         indices = torch.cat([prediction.indices for _, prediction in predictions])
         return self.fitted_head_.output_labels[indices.cpu().numpy()]
 
-    def _predictions(self, X: Any, method: str, transductive: bool = False) -> Iterator[tuple[Features, Prediction]]:
+    def _predictions(self, X: Any, method: str, transductive: bool = False) -> Iterator[tuple[Features, Decisions]]:
         check_is_fitted(self)
         batches = self._query_features(X, method, for_outliers=True)
         if transductive:  # each query depends on all

@@ -186,7 +186,7 @@ class FittedHead:
         logits = self.logits(features.adapted) if logits is None else logits
         return OutlierScore.of_head(logits) if self.outliers is None else self.outliers(logits, features)
 
-    def predict(self, features: Features, *, transductive: bool = False) -> Prediction:
+    def predict(self, features: Features, *, transductive: bool = False) -> Decisions:
         """Classify m queries: logits, outlier scores and the index of each query's label in ``output_labels``.
 
         With ``transductive`` the m queries refine the classes first; their outlier scores do not depend on that.
@@ -198,7 +198,7 @@ class FittedHead:
         indices = logits.argmax(dim=1)
         if self.outliers is not None:
             indices = indices.masked_fill(scores > self.outliers.threshold, logits.shape[1])
-        return Prediction(indices, logits, scores)
+        return Decisions(indices, logits, scores)
 
     # ---------------------------------------------------------------- keeping
 
@@ -247,7 +247,7 @@ class FittedHead:
         )
 
 
-class Prediction(NamedTuple):
+class Decisions(NamedTuple):
     """What a fitted head says about m queries."""
 
     indices: Tensor  # int64 (m,), into ``output_labels``

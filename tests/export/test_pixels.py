@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.export.pixels import Square
+from fewshot_mahalanobis.export.pixels import PixelsToSquare
 from fewshot_mahalanobis.images.picture import to_square_array
 from tests.tiny import SUPPORT_LABELS, adapting_model, drawn
 
@@ -36,7 +36,7 @@ def noise(width: int, height: int, mode: str) -> Image.Image:
 )
 def test_pixels_become_the_square_that_pillow_makes(width: int, height: int, mode: str) -> None:
     image = noise(width, height, mode)
-    square = (Square(32)(torch.from_numpy(np.array(image)))[0].permute(1, 2, 0) + 1) * 127.5
+    square = (PixelsToSquare(32)(torch.from_numpy(np.array(image)))[0].permute(1, 2, 0) + 1) * 127.5
     assert np.abs(square.numpy() - to_square_array(image, 32)).max() <= 1.01  # of 255
     if min(width, height) < 128:  # otherwise there are blocks, whose means Pillow rounds
         white = Image.new("RGBA", image.size, "white")

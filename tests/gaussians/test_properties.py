@@ -45,7 +45,7 @@ from fewshot_mahalanobis.gaussians.plda import PldaSettings
 from fewshot_mahalanobis.gaussians.support import working_dtype
 from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead
 from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
-from fewshot_mahalanobis.testing import HEAD_PROPERTIES, Task, check_head, tasks
+from fewshot_mahalanobis.testing import HEAD_PROPERTIES, HeadTask, check_head, tasks
 from tests import reference
 from tests.gaussians.covariance_properties import (
     COVARIANCE_PROPERTIES,
@@ -117,8 +117,8 @@ class Search:
         self,
         holds: Callable[..., None],
         covariance: st.SearchStrategy[RegularizedCovariance],
-        task: st.SearchStrategy[Task],
-        known: Iterable[tuple[RegularizedCovariance, Task]] = (),
+        task: st.SearchStrategy[HeadTask],
+        known: Iterable[tuple[RegularizedCovariance, HeadTask]] = (),
         **more: st.SearchStrategy[Any],
     ) -> None:
         """Run ``holds`` on drawn settings and tasks. A refusal passes where beta may be lost, and is counted.
@@ -128,7 +128,7 @@ class Search:
         for settings, counterexample in known:
             holds(settings, counterexample)
 
-        def holds_or_is_refused(covariance: RegularizedCovariance, task: Task, **more: Any) -> None:
+        def holds_or_is_refused(covariance: RegularizedCovariance, task: HeadTask, **more: Any) -> None:
             try:
                 holds(covariance, task, **more)
             except ValueError as error:
@@ -145,7 +145,7 @@ def search(request: pytest.FixtureRequest, counts: Counts) -> Search:
     return Search(request.node.name.removeprefix("test_"), counts)
 
 
-def beta_may_be_lost(covariance: RegularizedCovariance, task: Task) -> bool:
+def beta_may_be_lost(covariance: RegularizedCovariance, task: HeadTask) -> bool:
     """Whether a pivot of at most 2^10 roundings of its diagonal entry may occur.
 
     Every pivot of every matrix that is factored is at least beta, in the units of that matrix, and every diagonal entry
@@ -155,17 +155,17 @@ def beta_may_be_lost(covariance: RegularizedCovariance, task: Task) -> bool:
     return covariance.settings.ridge <= 2**11 * EPS * float(traces(q).max())
 
 
-def settings_of(covariance: RegularizedCovariance, task: Task) -> dict[str, Any]:
+def settings_of(covariance: RegularizedCovariance, task: HeadTask) -> dict[str, Any]:
     """Arguments of ``reference``, whose variance of a single entry is NaN where ours is zero."""
     settings = covariance.settings
     return vars(settings if task.support_features.shape[1] > 1 else replace(settings, one_shot_covariance="zero"))
 
 
-def in_float64(task: Task) -> Task:
-    return Task(task.support_features.double(), task.support_labels, task.query_features.double())
+def in_float64(task: HeadTask) -> HeadTask:
+    return HeadTask(task.support_features.double(), task.support_labels, task.query_features.double())
 
 
-def distances_of(covariance: RegularizedCovariance, task: Task) -> Tensor:
+def distances_of(covariance: RegularizedCovariance, task: HeadTask) -> Tensor:
     return covariance(task.support_features, task.support_labels).squared_distance(task.query_features)
 
 
@@ -180,8 +180,8 @@ def covariances(*one_shot: str) -> st.SearchStrategy[RegularizedCovariance]:
     )
 
 
-def task_of(support: list[Any], labels: list[int], queries: list[Any], dtype: torch.dtype = torch.float64) -> Task:
-    return Task(torch.tensor(support, dtype=dtype), torch.tensor(labels), torch.tensor(queries, dtype=dtype))
+def task_of(support: list[Any], labels: list[int], queries: list[Any], dtype: torch.dtype = torch.float64) -> HeadTask:
+    return HeadTask(torch.tensor(support, dtype=dtype), torch.tensor(labels), torch.tensor(queries, dtype=dtype))
 
 
 # ---------------------------------------------------------------- RegularizedCovariance
@@ -207,7 +207,7 @@ def test_covariance(name: str, search: Search) -> None:
 
 
 def test_covariances_are_symmetric_with_eigenvalues_of_at_least_beta(search: Search) -> None:
-    def holds(covariance: RegularizedCovariance, task: Task) -> None:
+    def holds(covariance: RegularizedCovariance, task: HeadTask) -> None:
         q = covariance(task.support_features, task.support_labels).covariance()
         assert torch.equal(q, q.mT)
         # Entries are rounded to their dtype, which moves eigenvalues by that part of the trace.
@@ -222,7 +222,7 @@ def test_covariances_are_symmetric_with_eigenvalues_of_at_least_beta(search: Sea
 
 
 def test_covariances_and_distances_equal_the_plain_formula(search: Search) -> None:
-    def holds(covariance: RegularizedCovariance, task: Task) -> None:
+    def holds(covariance: RegularizedCovariance, task: HeadTask) -> None:
         task, settings = in_float64(task), settings_of(covariance, task)
         gaussians = covariance(task.support_features, task.support_labels)
         plain = reference.class_covariances(task.support_features, task.support_labels, **settings)
@@ -265,13 +265,13 @@ def test_low_rank_equals_dense(search: Search) -> None:
        beta. There b^T E b counts in first order, at most e / 2 of the length.
     """
 
-    def holds(covariance: RegularizedCovariance, task: Task) -> None:
+    def holds(covariance: RegularizedCovariance, task: HeadTask) -> None:
         task = in_float64(task)
         wide = [
             torch.nn.functional.pad(x, (0, 2 * len(task.support_labels)))
             for x in (task.support_features, task.query_features)
         ]
-        padded = Task(wide[0], task.support_labels, wide[1])
+        padded = HeadTask(wide[0], task.support_labels, wide[1])
         gaussians = covariance(task.support_features, task.support_labels)
         found = distances_of(covariance, padded).sqrt()
         expected = gaussians.squared_distance(task.query_features).sqrt()
@@ -288,7 +288,7 @@ def test_low_rank_equals_dense(search: Search) -> None:
     search.of_covariance(holds, covariances("zero"), tasks(width=(1, 5)), known)
 
 
-def low_rank_rounding(covariance: RegularizedCovariance, gaussians: Any, task: Task) -> tuple[Tensor, Tensor]:
+def low_rank_rounding(covariance: RegularizedCovariance, gaussians: Any, task: HeadTask) -> tuple[Tensor, Tensor]:
     """Relative errors (k,) of 1. and 3. above, and the rounding of the residual of 2."""
     n, d = task.support_features.shape
     beta, q = covariance.settings.ridge, gaussians.covariance()
@@ -302,19 +302,19 @@ def low_rank_rounding(covariance: RegularizedCovariance, gaussians: Any, task: T
 def test_scaling_features_and_beta_alike_gives_the_same_bits(search: Search) -> None:
     """Features times 2^j and beta times 4^j: powers of two are exact, so a difference would be a hidden constant."""
 
-    def holds(covariance: RegularizedCovariance, task: Task, exponent: int) -> None:
+    def holds(covariance: RegularizedCovariance, task: HeadTask, exponent: int) -> None:
         # Squares of numbers below 1e-100 vanish, at one scale before the other.
         support, queries = (torch.where(x.abs() > 1e-100, x, 0.0) for x in (task.support_features, task.query_features))
-        task, factor = in_float64(Task(support, task.support_labels, queries)), 2.0**exponent
+        task, factor = in_float64(HeadTask(support, task.support_labels, queries)), 2.0**exponent
         scaled = RegularizedCovariance.of(replace(covariance.settings, beta=covariance.settings.ridge * factor**2))
-        other = Task(factor * task.support_features, task.support_labels, factor * task.query_features)
+        other = HeadTask(factor * task.support_features, task.support_labels, factor * task.query_features)
         assert torch.equal(distances_of(scaled, other), distances_of(covariance, task))
 
     search.of_covariance(holds, covariances(), tasks(), exponent=st.integers(-60, 60))
 
 
 def test_distances_of_lower_precision_are_those_in_float64(search: Search) -> None:
-    def holds(covariance: RegularizedCovariance, task: Task) -> None:
+    def holds(covariance: RegularizedCovariance, task: HeadTask) -> None:
         expected = distances_of(covariance, in_float64(task))
         found = distances_of(covariance, task)
         assert torch.equal(found, expected.to(found.dtype))
@@ -333,8 +333,8 @@ def test_rounding_the_features_to_float32_moves_distances_no_further_than_the_bo
     by I + E, ||E|| <= e, and (1 - e)^2 Q_k <= Q_k' <= (1 + e)^2 Q_k. Query and mean move by h sqrt(d) each.
     """
 
-    def holds(covariance: RegularizedCovariance, task: Task) -> None:
-        rounded = Task(task.support_features.float(), task.support_labels, task.query_features.float())
+    def holds(covariance: RegularizedCovariance, task: HeadTask) -> None:
+        rounded = HeadTask(task.support_features.float(), task.support_labels, task.query_features.float())
         gaussians = covariance(task.support_features, task.support_labels)
         exact = gaussians.squared_distance(task.query_features).sqrt()
         found = distances_of(covariance, in_float64(rounded)).sqrt()
@@ -354,7 +354,7 @@ def test_rounding_the_features_to_float32_moves_distances_no_further_than_the_bo
 def test_features_that_lose_beta_are_refused(dense: bool, search: Search) -> None:
     """Support features of deficient rank, scaled until a pivot of at most 2 beta or n is 2^9 roundings or fewer."""
 
-    def holds(covariance: RegularizedCovariance, task: Task) -> None:
+    def holds(covariance: RegularizedCovariance, task: HeadTask) -> None:
         task = in_float64(task)
         # Squares of numbers below 1e-100 vanish, and no scale brings them back.
         x = torch.where(task.support_features.abs() > 1e-100, task.support_features, 0.0)
@@ -473,7 +473,7 @@ def test_a_device_without_float64_is_served_in_float32() -> None:
 # ---------------------------------------------------------------- scikit-learn
 
 
-def sample_of_covariance(covariance: RegularizedCovariance, task: Task, label: int) -> NDArray[np.float64]:
+def sample_of_covariance(covariance: RegularizedCovariance, task: HeadTask, label: int) -> NDArray[np.float64]:
     """Points of mean mu_k whose biased covariance is Q_k: mu_k +- sqrt(N / 2) r for each of the N / 2 rows r of a root.
 
     Of equation 3 the root's rows are the centred examples of the class and of all classes, and sqrt(beta) e_j.
@@ -496,7 +496,7 @@ def sample_of_covariance(covariance: RegularizedCovariance, task: Task, label: i
 
 
 def test_distances_are_those_of_scikit_learns_empirical_covariance(search: Search) -> None:
-    def holds(covariance: RegularizedCovariance, task: Task) -> None:
+    def holds(covariance: RegularizedCovariance, task: HeadTask) -> None:
         gaussians = covariance(task.support_features, task.support_labels)
         distances = gaussians.squared_distance(task.query_features)
         columns, largest = [], testing.largest_entry(task)
@@ -523,7 +523,7 @@ def test_distances_are_those_of_scikit_learns_quadratic_discriminant_analysis(se
     two_points = QuadraticDiscriminantAnalysis().fit([[-1.0], [1.0], [-1.0], [1.0]], [0, 0, 1, 1])
     unbiased = bool(two_points.scalings_[0][0] > 1.5)
 
-    def holds(covariance: RegularizedCovariance, task: Task) -> None:
+    def holds(covariance: RegularizedCovariance, task: HeadTask) -> None:
         gaussians = covariance(task.support_features, task.support_labels)
         classes = range(len(gaussians.counts))
         samples = [sample_of_covariance(covariance, task, label) for label in classes]
@@ -552,7 +552,7 @@ def test_distances_are_those_of_scikit_learns_quadratic_discriminant_analysis(se
 
 
 def test_partial_fit_in_any_split_and_order_equals_one_fit(search: Search) -> None:
-    def holds(task: Task, cuts: list[int], seed: int, task_covariance: bool) -> None:
+    def holds(task: HeadTask, cuts: list[int], seed: int, task_covariance: bool) -> None:
         x, y, queries = (tensor.numpy() for tensor in vars(task).values())
         names = np.array(["e", "b", "d", "a", "c"])[y]
 
@@ -614,7 +614,7 @@ def test_heads(name: str, search: Search) -> None:
         lambda head: st.tuples(st.just(head), tasks(scale=(1e-6, 1e3 if head in ("mahalanobis", "auto") else 1e6)))
     )
 
-    def holds(head_and_task: tuple[str, Task]) -> None:
+    def holds(head_and_task: tuple[str, HeadTask]) -> None:
         head, task = head_and_task
         HEAD_PROPERTIES[name](make_head(head, task.query_features.shape[1]), task)
 
@@ -627,7 +627,7 @@ def test_the_smallest_numbers_have_no_relative_precision() -> None:
 
 
 def test_mahalanobis_logits_are_minus_the_scaled_distances_to_the_bit(search: Search) -> None:
-    def holds(covariance: RegularizedCovariance, task: Task, scale: float) -> None:
+    def holds(covariance: RegularizedCovariance, task: HeadTask, scale: float) -> None:
         logits = MahalanobisHead(covariance, scale)(task.support_features, task.support_labels, task.query_features)
         assert torch.equal(logits, -scale * distances_of(covariance, task))
 
@@ -708,7 +708,7 @@ BREAKAGES: dict[str, dict[str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", COVARIANCE_PROPERTIES)
 def test_a_covariance_without_a_property_is_caught_and_both_are_named(name: str) -> None:
     others = [other for other in COVARIANCE_PROPERTIES if other != name]
-    with pytest.raises(AssertionError, match=rf"{name} does not hold: [\s\S]*for Task\(support_features=torch"):
+    with pytest.raises(AssertionError, match=rf"{name} does not hold: [\s\S]*for HeadTask\(support_features=torch"):
         check_covariance(lambda width: Broken(**BREAKAGES[name]), without=others, settings=QUICK)
 
 
@@ -742,7 +742,7 @@ HEAD_BREAKAGES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", HEAD_BREAKAGES)
 def test_a_head_without_a_property_is_caught_and_both_are_named(name: str) -> None:
     others = [other for other in HEAD_PROPERTIES if other != name]
-    with pytest.raises(AssertionError, match=rf"{name} does not hold: [\s\S]*for Task\(support_features=torch"):
+    with pytest.raises(AssertionError, match=rf"{name} does not hold: [\s\S]*for HeadTask\(support_features=torch"):
         check_head(lambda width: BrokenHead(HEAD_BREAKAGES[name]), without=others, settings=QUICK)
 
 
@@ -758,7 +758,7 @@ def test_the_error_holds_the_smallest_example_as_python() -> None:
     broken = Broken(**BREAKAGES["distances_are_zero_at_the_means"])
     with pytest.raises(AssertionError) as caught:
         check_covariance(lambda width: broken, without=others, settings=hypothesis_settings(QUICK, phases=list(Phase)))
-    task = eval(str(caught.value).rpartition("\nfor ")[2], {"Task": Task, "torch": torch})
+    task = eval(str(caught.value).rpartition("\nfor ")[2], {"HeadTask": HeadTask, "torch": torch})
     assert task.support_features.shape == task.query_features.shape == (1, 1)
     with pytest.raises(AssertionError, match="within"):
         COVARIANCE_PROPERTIES["distances_are_zero_at_the_means"](broken, task)
@@ -780,14 +780,14 @@ def test_a_property_that_does_not_exist_cannot_be_left_out() -> None:
 def test_drawn_tasks_keep_to_what_was_asked_for() -> None:
     seen: set[tuple[int, int]] = set()
 
-    def holds(task: Task) -> None:
+    def holds(task: HeadTask) -> None:
         counts = torch.bincount(task.support_labels)
         assert 2 <= len(counts) <= 3
         assert ((counts >= 2) & (counts <= 4)).all()
         assert task.support_features.dtype == task.query_features.dtype == torch.float16
         assert torch.isfinite(task.support_features).all()
         assert task.support_features.shape == (len(task.support_labels), 2)
-        assert repr(eval(repr(task), {"Task": Task, "torch": torch})) == repr(task)
+        assert repr(eval(repr(task), {"HeadTask": HeadTask, "torch": torch})) == repr(task)
         seen.add((len(counts), len(task.support_labels)))
 
     of_two_columns = tasks(classes=(2, 3), shots=(2, 4), width=(2, 2), scale=(1e-6, 1e6), dtypes=[torch.float16])

@@ -18,8 +18,7 @@ from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
 from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows, joined, number_of_copies, within_classes
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
-from fewshot_mahalanobis.support_set.influence import support_influence
-from fewshot_mahalanobis.support_set.summary import summarise
+from fewshot_mahalanobis.support_set.summary import summarise, support_influence
 from tests.drawn_tasks import make_task
 from tests.tiny import LABELS, adapting_model, pictures
 
