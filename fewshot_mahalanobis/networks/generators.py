@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,15 +108,26 @@ class AutoregressiveLayerGenerator(_BlockProcessors):
 
 
 class FilmGenerator(nn.Module):
+    """FiLM parameters of a network from the task representation. A subclass makes the modules and defines ``forward``.
+
+    Parameters that scale what is generated have ``scales.`` in their names.
+    """
+
+    def penalty(self) -> Tensor:
+        """Sum of squares of all scales, the quantity that meta-training penalises."""
+        return torch.stack([p.square().sum() for name, p in self.named_parameters() if "scales." in name]).sum()
+
+    def forward(self, z: Tensor, support_batches: Iterable[Tensor], extractor: Any) -> Film:
+        """Z (64,), batches (b, 3, h, w) of the support set and the frozen network -> FiLM parameters."""
+        raise NotImplementedError
+
+
+class LayerwiseFilmGenerator(FilmGenerator):
     """FiLM parameters of the four residual layers from the task representation z alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(LayerGenerator(channels) for channels in LAYER_WIDTHS)
-
-    def penalty(self) -> Tensor:
-        """Sum of squares of all scales, the quantity that meta-training penalises."""
-        return torch.stack([p.square().sum() for name, p in self.named_parameters() if "scales." in name]).sum()
 
     def forward(self, z: Tensor, support_batches: Iterable[Tensor], extractor: FilmResNet18) -> Film:
         """Z (64,) -> FiLM parameters. The support images and the extractor are not used."""
@@ -129,7 +141,7 @@ class AutoregressiveFilmGenerator(FilmGenerator):
     """FiLM parameters of layer j from z and the support set's activations after the adapted layers before it."""
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         widths = (LAYER_WIDTHS[0], *LAYER_WIDTHS)
         self.layers = nn.ModuleList(AutoregressiveLayerGenerator(i, o) for i, o in pairwise(widths))
 
@@ -164,7 +176,7 @@ class NetworkFilmGenerator(FilmGenerator):
     """
 
     def __init__(self, positions: Mapping[str, int]) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.positions = tuple(positions)
         self.processors, self.scales = nn.ModuleList(), nn.ParameterList()
         for width in positions.values():

@@ -35,7 +35,12 @@ from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
-from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator, NetworkFilmGenerator
+from fewshot_mahalanobis.networks.generators import (
+    AutoregressiveFilmGenerator,
+    FilmGenerator,
+    LayerwiseFilmGenerator,
+    NetworkFilmGenerator,
+)
 from fewshot_mahalanobis.networks.pooling import read_statistics
 from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
@@ -45,7 +50,7 @@ from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 GENERATORS: dict[str, type[FilmGenerator] | None] = {
-    "film": FilmGenerator,
+    "film": LayerwiseFilmGenerator,
     "auto-regressive": AutoregressiveFilmGenerator,
     "none": None,
 }

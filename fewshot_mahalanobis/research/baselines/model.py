@@ -17,7 +17,7 @@ from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.folder import WEIGHTS, check_finite, read_config, read_tensors, write_folder
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.networks.film import Film
-from fewshot_mahalanobis.networks.generators import FilmGenerator
+from fewshot_mahalanobis.networks.generators import LayerwiseFilmGenerator
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder, in_batches
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last, check_episode
@@ -85,7 +85,7 @@ class Baseline(nn.Module):
     head : Method
     feature_extractor : FilmResNet18
     set_encoder : SetEncoder or None
-    film_generator : FilmGenerator or None
+    film_generator : LayerwiseFilmGenerator or None
         The adaptation networks of a method that conditions the network by FiLM ("tadam").
     config : dict
         The arguments above: what ``config.json`` of a saved method holds.
@@ -112,7 +112,7 @@ class Baseline(nn.Module):
         self.feature_extractor = FilmResNet18().requires_grad_(method.trains_network).eval()
         by_film = method.adaptation == "film"
         self.set_encoder = SetEncoder() if by_film else None
-        self.film_generator = FilmGenerator() if by_film else None
+        self.film_generator = LayerwiseFilmGenerator() if by_film else None
         self.head = method.of_model(self.config, self.feature_extractor.out_features)
 
     def train(self, mode: bool = True) -> Baseline:

@@ -71,7 +71,7 @@ def scale_features_(model: SimpleCNAPS | Baseline, factor: float) -> None:
             cast(Tensor, bn.bias).mul_(factor)
         second.conv1.weight.div_(factor)
         if model.film_generator is not None:  # FiLM's beta is added after scaling
-            for scales in cast(LayerGenerator, model.film_generator.layers[-1]).scales:
+            for scales in cast(LayerGenerator, cast(nn.ModuleList, model.film_generator.layers)[-1]).scales:
                 cast(nn.ParameterDict, scales)["beta2"].mul_(factor)
 
 
