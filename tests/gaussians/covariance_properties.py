@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fewshot_mahalanobis.testing import (
     Property,
-    Task,
+    HeadTask,
     _assert,
     _assert_gradients,
     _assert_untouched,
@@ -53,7 +53,7 @@ def check_covariance(
     make: Callable[[int], Any],
     *,
     without: Collection[str] = (),
-    strategy: st.SearchStrategy[Task] | None = None,
+    strategy: st.SearchStrategy[HeadTask] | None = None,
     settings: hypothesis.settings | None = None,
 ) -> None:
     """Search a covariance estimator for counterexamples to each of ``COVARIANCE_PROPERTIES``.
@@ -67,7 +67,7 @@ def check_covariance(
     without : collection of str
         Names of properties that the estimator is not meant to have: a diagonal covariance is not rotated with the
         features.
-    strategy : hypothesis strategy of Task, optional
+    strategy : hypothesis strategy of HeadTask, optional
         Where to search; of scale 1e-6 to 1e3 if left out. An error is a counterexample, so leave out what the
         estimator refuses.
     settings : hypothesis.settings, optional
@@ -83,7 +83,7 @@ def check_covariance(
     _search(make, COVARIANCE_PROPERTIES, without, strategy, settings)
 
 
-def _covariance_means_and_counts_are_those_of_the_classes(covariance: Any, task: Task) -> None:
+def _covariance_means_and_counts_are_those_of_the_classes(covariance: Any, task: HeadTask) -> None:
     """``means`` and ``counts`` describe the support examples of each class."""
     task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
@@ -96,7 +96,7 @@ def _covariance_means_and_counts_are_those_of_the_classes(covariance: Any, task:
     _assert(error <= bound, f"a mean is off by {error:.3g}, more than rounding explains ({bound:.3g})")
 
 
-def _covariance_covariances_are_symmetric_and_positive_definite(covariance: Any, task: Task) -> None:
+def _covariance_covariances_are_symmetric_and_positive_definite(covariance: Any, task: HeadTask) -> None:
     """Every Q_k equals its transpose and has positive eigenvalues, both but for rounding."""
     task = _in_float64(task)
     q = covariance(task.support_features, task.support_labels).covariance()
@@ -108,7 +108,7 @@ def _covariance_covariances_are_symmetric_and_positive_definite(covariance: Any,
     _assert((q.diagonal(dim1=1, dim2=2) > 0).all(), "a variance is not positive")
 
 
-def _covariance_precisions_are_the_inverses(covariance: Any, task: Task) -> None:
+def _covariance_precisions_are_the_inverses(covariance: Any, task: HeadTask) -> None:
     """``precision()`` inverts ``covariance()``, as far as its condition allows."""
     task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
@@ -118,7 +118,7 @@ def _covariance_precisions_are_the_inverses(covariance: Any, task: Task) -> None
     _assert((error <= bound).all(), f"covariance times precision is off the identity by {error.max():.3g}")
 
 
-def _covariance_distances_follow_from_the_covariances(covariance: Any, task: Task) -> None:
+def _covariance_distances_follow_from_the_covariances(covariance: Any, task: HeadTask) -> None:
     """Distances are finite, not negative, and z^T Q_k^-1 z by a dense Cholesky factor of Q_k."""
     task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
@@ -136,7 +136,7 @@ def _covariance_distances_follow_from_the_covariances(covariance: Any, task: Tas
     assert_same_lengths(distances, torch.where(failed == 0, plain, distances), gaussians, task)
 
 
-def _covariance_distances_are_zero_at_the_means(covariance: Any, task: Task) -> None:
+def _covariance_distances_are_zero_at_the_means(covariance: Any, task: HeadTask) -> None:
     """The squared distance of mu_k to class k is zero, but for the rounding of mu_k."""
     task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
@@ -144,7 +144,7 @@ def _covariance_distances_are_zero_at_the_means(covariance: Any, task: Task) -> 
     assert_same_lengths(distances, torch.zeros_like(distances), gaussians, task)
 
 
-def _covariance_repeats_give_the_same_bits(covariance: Any, task: Task) -> None:
+def _covariance_repeats_give_the_same_bits(covariance: Any, task: HeadTask) -> None:
     """A second fit gives the same bits; features, labels and torch's random state stay as they were."""
     before, state = copy.deepcopy(task), torch.get_rng_state()
     first, second = (
@@ -154,18 +154,18 @@ def _covariance_repeats_give_the_same_bits(covariance: Any, task: Task) -> None:
     _assert_untouched(task, before, state)
 
 
-def _covariance_support_order_does_not_matter(covariance: Any, task: Task) -> None:
+def _covariance_support_order_does_not_matter(covariance: Any, task: HeadTask) -> None:
     """Distances are the same for support examples in another order."""
     _assert_same_task(covariance, _in_float64(task), _shuffled(_in_float64(task)))
 
 
-def _covariance_renaming_labels_permutes_the_columns(covariance: Any, task: Task) -> None:
+def _covariance_renaming_labels_permutes_the_columns(covariance: Any, task: HeadTask) -> None:
     """Classes are told apart by their examples alone, not by their label."""
     renamed, names = _renamed_labels(_in_float64(task))
     _assert_same_task(covariance, _in_float64(task), renamed, columns=names)
 
 
-def _covariance_every_query_is_served_on_its_own(covariance: Any, task: Task) -> None:
+def _covariance_every_query_is_served_on_its_own(covariance: Any, task: HeadTask) -> None:
     """A query's distances do not depend on the other queries."""
     task = _in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
@@ -176,23 +176,23 @@ def _covariance_every_query_is_served_on_its_own(covariance: Any, task: Task) ->
     _assert(empty.shape == (0, together.shape[1]), f"no queries have distances of shape {tuple(empty.shape)}")
 
 
-def _covariance_translation_changes_nothing(covariance: Any, task: Task) -> None:
+def _covariance_translation_changes_nothing(covariance: Any, task: HeadTask) -> None:
     """Distances are the same when all support and query features move by one vector."""
     _assert_same_task(covariance, _in_float64(task), _moved(_in_float64(task)))
 
 
-def _covariance_rotation_changes_nothing(covariance: Any, task: Task) -> None:
+def _covariance_rotation_changes_nothing(covariance: Any, task: HeadTask) -> None:
     """Distances are the same when all support and query features turn by one orthogonal matrix."""
     _assert_same_task(covariance, _in_float64(task), _rotated(_in_float64(task)))
 
 
-def _covariance_gradients_equal_finite_differences(covariance: Any, task: Task) -> None:
+def _covariance_gradients_equal_finite_differences(covariance: Any, task: HeadTask) -> None:
     """Derivatives of distances, in support and queries, are those of differences, for the task at unit scale."""
     task = _at_unit_scale(task)
     _assert_gradients(lambda x, q: covariance(x, task.support_labels).squared_distance(q), task)
 
 
-def _covariance_float32_is_close_to_float64(covariance: Any, task: Task) -> None:
+def _covariance_float32_is_close_to_float64(covariance: Any, task: HeadTask) -> None:
     """Distances of features in their own dtype are those of the same numbers in float64, to the bound for float32.
 
     They come back in float32 at least.
@@ -230,7 +230,7 @@ COVARIANCE_PROPERTIES: Mapping[str, Property] = {
 }
 
 
-def _assert_same_task(covariance: Any, task: Task, other: Task, columns: Tensor | slice = slice(None)) -> None:
+def _assert_same_task(covariance: Any, task: HeadTask, other: HeadTask, columns: Tensor | slice = slice(None)) -> None:
     """Distances of ``other``, in the order of ``columns``, are those of ``task``."""
     gaussians = covariance(task.support_features, task.support_labels)
     expected = gaussians.squared_distance(task.query_features)
@@ -241,7 +241,7 @@ def _assert_same_task(covariance: Any, task: Task, other: Task, columns: Tensor 
 
 
 def assert_same_lengths(
-    found: Tensor, expected: Tensor, gaussians: Any, task: Task, largest: float | None = None
+    found: Tensor, expected: Tensor, gaussians: Any, task: HeadTask, largest: float | None = None
 ) -> None:
     """Compare squared distances (m, k) of one task, whose features may have been moved up to ``largest``."""
     relative, absolute = length_rounding(gaussians, task, largest)
@@ -251,7 +251,7 @@ def assert_same_lengths(
 
 def length_rounding(
     gaussians: Any,
-    task: Task,
+    task: HeadTask,
     largest: float | None = None,
     dtype: torch.dtype = torch.float64,
     cancelled: float = _CANCELLED,
