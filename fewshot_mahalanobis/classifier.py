@@ -420,7 +420,15 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     def features(self, X: Any) -> Features:
         """Features of m images, which ``predict`` and its like and ``partial_fit`` take in place of the images.
 
-        They hold for as long as the network stays adapted as it is: until the next ``fit``.
+        Parameters
+        ----------
+        X : collection of m images
+
+        Returns
+        -------
+        Features
+            Adapted features (m, d) and, with ``unknown_label``, those of the network without adaptation. They hold for
+            as long as the network stays adapted as it is: until the next ``fit``.
         """
         check_is_fitted(self)
         return Features.joined([*self._query_features(X, "features", for_outliers=True)])
@@ -433,7 +441,23 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         on_error: Callable[[ImageError], object] | None = None,
         progress: str | None = None,
     ) -> ImageBatches:
-        """Images as this classifier reads them, by its ``value_range``: squares of its size, or of another."""
+        """Images as this classifier reads them, by its ``value_range``.
+
+        Parameters
+        ----------
+        X : collection of m images
+        size : int, optional
+            Side of the squares, in pixels; by default that of the network's input.
+        on_error : callable, optional
+            Called with the error of each image that cannot be used, which is then left out.
+        progress : str, optional
+            Name of the progress bar, shown with ``verbose=1``.
+
+        Returns
+        -------
+        ImageBatches
+            An iterable of float32 batches (b, 3, size, size) in [-1, 1].
+        """
         return ImageBatches(
             X,
             self.model_.image_size if size is None else size,

@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.checkpoints.ort import write_ort
+from fewshot_mahalanobis.export.ort import write_ort
 
 
 def test_it_gives_the_probabilities_of_predict_proba(tmp_path: Path) -> None:

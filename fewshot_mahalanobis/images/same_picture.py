@@ -9,6 +9,8 @@ pictures of different things are told apart however alike a network finds them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -79,10 +81,10 @@ def _alike(tiny: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     own, theirs = (F.normalize(F.pad(x.flatten(1), (0, 1), value=_ROUNDING), dim=1) for x in (tiny, tiny.flip(3)))
     features = F.normalize(features, dim=1)
     found = []
-    for rows in torch.arange(n).split(_ROWS):
+    for rows in torch.arange(n, device="cpu").split(_ROWS):
         correlation = torch.stack([own[rows] @ own.T, own[rows] @ theirs.T], dim=2)
         similarity = correlation.amax(dim=2) + features[rows] @ features.T
-        similarity[torch.arange(len(rows)), rows] = -torch.inf
+        similarity[rows - rows[0], rows] = -torch.inf
         nearest = similarity.topk(min(_NEAREST, n - 1), dim=1).indices
         alike = correlation.gather(1, nearest[:, :, None].expand(-1, -1, 2)) > _CORRELATION
         row, rank, mirrored = alike.nonzero(as_tuple=True)
@@ -95,7 +97,7 @@ def _alike(tiny: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
 def _same(pictures: Tensor, coarse: Tensor, pairs: Tensor, mirrored: Tensor) -> Tensor:
     """Whether the two pictures of each pair (p, 2), the first of them ``mirrored`` (p,) or not, are the same, (p,)."""
     a, b = _pair(coarse, pairs, mirrored)
-    placed = _aligned(a, b, torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(len(pairs), 1), _COARSE_STEPS)
+    placed = _aligned(a, b, _tensor([1.0, 1.0, 0.0, 0.0]).repeat(len(pairs), 1), _COARSE_STEPS)
     close = (_disagreement(a, *_moved(b, placed)) <= _COARSE_DISAGREEMENT).nonzero()[:, 0]
 
     a, b = (_blurred(x.float() / 255) for x in _pair(pictures, pairs[close], mirrored[close]))
@@ -104,7 +106,7 @@ def _same(pictures: Tensor, coarse: Tensor, pairs: Tensor, mirrored: Tensor) -> 
     colour = (((a - moved) * inside).sum(dim=(2, 3)) / inside.sum(dim=(2, 3))).abs().amax(dim=1)
     by = SIDE // _COARSE_SIDE
     a, b, overlap = (F.avg_pool2d(x, by) for x in (_brightness(a), _brightness(moved), inside))
-    same = torch.zeros(len(pairs), dtype=torch.bool)
+    same = torch.zeros(len(pairs), dtype=torch.bool, device="cpu")
     same[close] = (_disagreement(a, b, (overlap > 0.99).float()) <= DISAGREEMENT) & (colour <= COLOUR)
     return same
 
@@ -169,7 +171,7 @@ def _moved(b: Tensor, placed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _coordinates(side: int) -> Tensor:
     """Of the middles of pixels, from -1 to 1."""
-    return (torch.arange(side) + 0.5) * (2 / side) - 1
+    return (torch.arange(side, dtype=torch.float32, device="cpu") + 0.5) * (2 / side) - 1
 
 
 def _shrunk(images: Tensor, side: int) -> Tensor:
@@ -177,10 +179,15 @@ def _shrunk(images: Tensor, side: int) -> Tensor:
 
 
 def _blurred(pictures: Tensor) -> Tensor:
-    weights = torch.tensor([0.25, 0.5, 0.25])
+    weights = _tensor([0.25, 0.5, 0.25])
     padded = F.pad(pictures, (1, 1, 1, 1), mode="replicate").flatten(0, 1)[:, None]
     return F.conv2d(padded, torch.outer(weights, weights)[None, None]).view_as(pictures)
 
 
 def _brightness(pictures: Tensor) -> Tensor:
-    return torch.einsum("pchw,c->phw", pictures, torch.tensor(_BRIGHTNESS))[:, None]
+    return torch.einsum("pchw,c->phw", pictures, _tensor(_BRIGHTNESS))[:, None]
+
+
+def _tensor(numbers: Sequence[float]) -> Tensor:
+    """Numbers as the pictures are, whatever the caller's default dtype and device."""
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")

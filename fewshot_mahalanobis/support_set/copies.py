@@ -44,7 +44,7 @@ def equal_rows(features: Tensor) -> NDArray[np.int64]:
     scale = x.abs().amax(dim=0)
     x = x / torch.where(scale > 0, scale, 1.0)
     # Equal rows are neighbours, and different ones rarely meet, as rows of counts with one sum would.
-    order = (x @ torch.arange(1, x.shape[1] + 1, dtype=x.dtype).sin()).argsort(stable=True)
+    order = (x @ torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device).sin()).argsort(stable=True)
     equal = (x[order[1:]] - x[order[:-1]]).abs().amax(dim=1) <= _ROUNDING
     found = torch.stack([order[:-1], order[1:]], dim=1)[equal]
     if len(found) == 0:

@@ -56,10 +56,11 @@ def test_a_second_signal_does_not_wait(monkeypatch):
 
 @pytest.mark.usefixtures("python_answers_ctrl_c")
 def test_an_error_in_the_block_is_not_hidden_and_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="broken"), held_signals(signal.SIGINT, signal.SIGTERM):
         raise ValueError("broken")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_signal_that_is_ignored_stays_ignored():

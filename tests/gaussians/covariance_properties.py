@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fewshot_mahalanobis.testing import (
-    Property,
     HeadTask,
+    Property,
     _assert,
     _assert_gradients,
     _assert_untouched,

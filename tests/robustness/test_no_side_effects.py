@@ -379,6 +379,8 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     "predict_log_proba": lambda world, folder: world.fitted.predict_log_proba(world.images[:2]),
     "decision_function": lambda world, folder: world.fitted.decision_function(world.images[:2]),
     "transform": lambda world, folder: world.fitted.transform(world.images[:2]),
+    "features": lambda world, folder: world.fitted.features(world.images[:2]).adapted,
+    "image_batches": lambda world, folder: list(world.fitted.image_batches(world.images[:2])),
     "summary": lambda world, folder: str(world.fitted.summary()),
     "score": lambda world, folder: world.fitted.score(world.images, world.names),
     "save": saved,
