@@ -65,7 +65,10 @@ def check_writable(path: Path) -> None:
 
 
 def readable_file(path: Path) -> bool:
-    """Whether ``path`` is a file; PermissionError if it may not be read (libraries would call it missing)."""
+    """Whether ``path`` is a file; PermissionError if it may not be read (libraries would call it missing).
+
+    ValueError if its name is not valid UTF-8, which the library that reads such files would call damage.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # neither a folder nor a pipe, which would block
             return False
@@ -74,6 +77,10 @@ def readable_file(path: Path) -> bool:
         raise PermissionError(f"no permission to read {path}") from error
     except (OSError, ValueError):  # ValueError: no file can have this name
         return False
+    name = str(path)
+    if name.encode("utf-8", "replace").decode() != name:
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        raise ValueError(f"{shown} cannot be opened, as its name is not valid UTF-8: rename the file or its folder")
     return True
 
 

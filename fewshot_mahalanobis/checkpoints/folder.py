@@ -252,10 +252,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _readable(path: Path) -> bool:
-    """Whether a file is there; CheckpointError if it may not be read."""
+    """Whether a file is there; CheckpointError if it may not or cannot be read."""
     try:
         return readable_file(path)
-    except PermissionError as error:
+    except (PermissionError, ValueError) as error:
         raise CheckpointError(str(error)) from error
 
 

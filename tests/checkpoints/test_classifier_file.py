@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,19 @@ def test_a_failed_save_leaves_the_old_file(
         fitted.save(tmp_path / "a")
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_text() == "old"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+@pytest.mark.parametrize("name", [b"caf\xe9.safetensors", b"caf\xe9/pets.safetensors", b"\xff"])
+def test_a_name_that_is_no_utf_8_is_said_and_not_taken_for_damage(
+    name: bytes, fitted: SimpleCNAPSClassifier, tmp_path: Path
+) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path / "whole.safetensors")[: -len("whole.safetensors")] + name))
+    path.parent.mkdir(exist_ok=True)
+    fitted.save(tmp_path / "whole.safetensors")
+    (tmp_path / "whole.safetensors").rename(path)
+    with pytest.raises(ValueError, match="not valid UTF-8: rename"):
+        SimpleCNAPSClassifier.load(path)
 
 
 def test_files_that_are_no_saved_classifier_are_refused(fitted: SimpleCNAPSClassifier, tmp_path: Path) -> None:
