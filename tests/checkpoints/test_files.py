@@ -296,7 +296,13 @@ def test_pipes_sockets_devices_and_links_to_them_are_refused_before_the_block(tm
 # --------------------------------------------------------------------------------- everything that writes
 
 
+def export(path: Path) -> None:
+    pytest.importorskip("torch", minversion="2.5")
+    small_classifier().export_program(path)
+
+
 def plot(path: Path) -> None:
+    pytest.importorskip("matplotlib")
     classes = [np.arange(8)] * 5
     plot_ways_and_shots({"digits": [draw_episode(classes, [1] * 5, 2, episode_rng(0, 0))]}, path)
 
@@ -311,7 +317,7 @@ def small_classifier() -> SimpleCNAPSClassifier:
 #: File -> what of the package writes it.
 WRITERS: dict[str, Callable[[Path], object]] = {
     "classifier.safetensors": lambda path: tiny_classifier().save(path),
-    "classifier.pt2": lambda path: small_classifier().export_program(path),
+    "classifier.pt2": export,
     "results.json": lambda path: write_results(path, [RESULT]),
     "episodes.png": plot,
     "episodes": plot,
