@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
 from collections.abc import Container
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def modules() -> dict[str, Path]:
         parts = file.relative_to(PACKAGE).with_suffix("").parts
         names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return names
+
+
+def test_the_only_pictures_in_the_repository_are_drawn_by_its_scripts() -> None:
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        pytest.skip("an archive: what is in it comes from the repository")
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout
+    endings = re.compile(r"\.(png|jpe?g|gif|webp|bmp|tiff?|heic|avif)$", re.IGNORECASE)
+    pictures = {name for name in listed.splitlines() if endings.search(name)}
+    assert pictures == {"benchmarks/results/scaling.png", "docs/first_task.png", "docs/gaussians.png"}
 
 
 def test_the_top_folder_is_the_table_of_contributing() -> None:
