@@ -13,8 +13,8 @@ import pytest
 from playwright.sync_api import Browser, Error, Page, expect
 
 from fewshot_mahalanobis.export import web_page
-from tests.apps.web_server import Site, served
 from tests.browser import chromium
+from tests.export.web_page.web_server import Site, served
 from tests.tiny import tiny_classifier
 
 TIMEOUT = 20_000  # milliseconds

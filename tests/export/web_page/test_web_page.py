@@ -23,8 +23,8 @@ from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.export import web_page
 from fewshot_mahalanobis.export.web_page import RUNTIME, RUNTIME_VERSION
-from tests.apps.web_server import served
 from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
+from tests.export.web_page.web_server import served
 from tests.tiny import SUPPORT_LABELS, adapting_model, drawn, tiny_model
 
 SUPPORT = drawn(SUPPORT_LABELS, 0)
