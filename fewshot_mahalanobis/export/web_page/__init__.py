@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,13 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from fewshot_mahalanobis import __version__
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.export.graph import write_onnx
 from fewshot_mahalanobis.images.decode import ImageBatches, to_network_range
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedTask
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 __all__ = ["RUNTIME", "RUNTIME_VERSION", "write_web_page"]
 
@@ -77,14 +79,25 @@ def write_web_page(
     with TemporaryDirectory(prefix=".saving-page-", dir=folder.absolute().parent) as name:
         temporary = Path(name)
         write_onnx(model, task, temporary / _GRAPH, pixels=True, distances=pictures is not None)
-        _write(temporary, model, task, title, pictures, scripts)
-        folder.mkdir(exist_ok=True)
-        written = {file.name for file in temporary.iterdir()}
-        # The service worker last: a visitor's browser that sees it keeps the other files as they are then.
-        for name in sorted(written, key=_SERVICE_WORKER.__eq__):
-            os.replace(temporary / name, folder / name)
-        for name in earlier - written:
-            (folder / name).unlink(missing_ok=True)
+        graph = _large_file(_GRAPH, _sha384(temporary / _GRAPH))
+        for kind, path in (scripts or {}).items():
+            shutil.copyfile(path, temporary / RUNTIME[kind][0])
+        server = RUNTIME_ADDRESS if scripts is None else None
+        addresses = {kind: _large_file(name, digest, server) for kind, (name, digest) in RUNTIME.items()}
+        _write(temporary, _Page(model, task.fitted_head, title, pictures, server, graph, addresses))
+        _put_in_place(temporary, folder, earlier)
+
+
+def _put_in_place(written: Path, folder: Path, earlier: set[str]) -> None:
+    """Move the files of a page into its folder, in place of those of an earlier one."""
+    folder.mkdir(exist_ok=True)
+    names = {file.name for file in written.iterdir()}
+    # The service worker last: a visitor's browser that sees it keeps the other files as they are then.
+    for name in sorted(names, key=_SERVICE_WORKER.__eq__):
+        with atomic_replace(folder / name) as temporary:
+            shutil.move(written / name, temporary)
+    for name in earlier - names:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _earlier_files(folder: Path) -> set[str]:
@@ -154,26 +167,34 @@ def _thumbnails(support: ImageBatches, task: AdaptedTask) -> list[NDArray[np.uin
 # -------------------------------------------------------------------- writing
 
 
-def _write(
-    folder: Path,
-    model: SimpleCNAPS,
-    task: AdaptedTask,
-    title: str,
-    pictures: Sequence[NDArray[np.uint8] | None] | None,
-    scripts: dict[str, Path] | None,
-) -> None:
-    """Write everything but the graph, which is there."""
-    fitted = task.fitted_head
-    classes = [str(label) for label in fitted.classes.tolist()]
-    for kind, path in (scripts or {}).items():
-        shutil.copyfile(path, folder / RUNTIME[kind][0])
-    where = RUNTIME_ADDRESS if scripts is None else None
-    runtime = {kind: _large_file(name, digest, where) for kind, (name, digest) in RUNTIME.items()}
-    graph = _large_file(_GRAPH, _sha384(folder / _GRAPH))
-    examples = [classes[label] for label in fitted.labels.tolist()]
-    support = None
-    if pictures is not None:
-        support = [{"label": label, "picture": _data(one)} for label, one in zip(examples, pictures, strict=True)]
+class _Page(NamedTuple):
+    """What the files of a page say."""
+
+    model: SimpleCNAPS
+    fitted: FittedHead
+    title: str
+    pictures: Sequence[NDArray[np.uint8] | None] | None  # of the support examples
+    server: str | None  # that has the runtime; None if the page's folder has it
+    graph: dict[str, str]  # address and integrity of the graph, and those of the runtime's files
+    runtime: dict[str, dict[str, str]]
+
+    @property
+    def classes(self) -> list[str]:
+        return [str(label) for label in self.fitted.classes.tolist()]
+
+
+def _write(folder: Path, page: _Page) -> None:
+    """Write everything but the graph and the runtime, which are there."""
+    _write_manifest(folder, page.title)
+    for name in _STATIC:
+        (folder / name).write_text(_asset(name), encoding="utf-8")
+    _write_index(folder, page)
+    _write_description(folder, page)
+    _write_service_worker(folder, {file["address"]: file["integrity"] for file in (page.graph, *page.runtime.values())})
+
+
+def _write_manifest(folder: Path, title: str) -> None:
+    """Write what a browser needs to install the page as an app."""
     manifest = {
         "name": title,
         "short_name": title,
@@ -190,34 +211,44 @@ def _write(
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     for side in _ICONS:
         _icon(side).save(folder / f"icon-{side}.png")
-    for name in _STATIC:
-        (folder / name).write_text(_asset(name), encoding="utf-8")
-    learned = f"It has learned from {len(examples)} pictures. "
+
+
+def _write_index(folder: Path, page: _Page) -> None:
+    """Write the page itself, which says what it tells apart."""
+    fitted, classes = page.fitted, page.classes
+    learned = f"It has learned from {len(fitted.labels)} pictures. "
     if fitted.outliers is None:
         learned += "It knows these classes alone: a picture of anything else gets one of them too."
     else:
         learned += f"A picture that is unlike all of them gets “{fitted.output_labels[-1]}”."
     text = {
-        "title": title,
+        "title": page.title,
         "about": f"Tells pictures of these {len(classes)} classes apart: {_listed(classes)}.",
         "learned": learned,
         "version": __version__,
-        "policy": _policy(RUNTIME_ADDRESS if scripts is None else None),
+        "policy": _policy(page.server),
     }
     index = _filled("index.html", {name: html.escape(value) for name, value in text.items()})
     (folder / "index.html").write_text(index, encoding="utf-8")
-    page = {
+
+
+def _write_description(folder: Path, page: _Page) -> None:
+    """Write what the page's script reads; it names all files, for who writes another page into the folder."""
+    support = None
+    if page.pictures is not None:
+        of_examples = zip(page.fitted.labels.tolist(), page.pictures, strict=True)
+        support = [{"label": page.classes[label], "picture": _data(picture)} for label, picture in of_examples]
+    description = {
         "made_by": f"{_MADE_BY} {__version__}",
-        "side": model.image_size,
-        "labels": [str(label) for label in fitted.output_labels.tolist()],
+        "side": page.model.image_size,
+        "labels": [str(label) for label in page.fitted.output_labels.tolist()],
         "bytes": (folder / _GRAPH).stat().st_size + RUNTIME_BYTES,
-        "graph": graph,
-        "runtime": runtime,
+        "graph": page.graph,
+        "runtime": page.runtime,
         "support": support,
         "files": sorted({_PAGE, _SERVICE_WORKER, *(file.name for file in folder.iterdir())}),
     }
-    (folder / _PAGE).write_text(json.dumps(page), encoding="utf-8")
-    _write_service_worker(folder, {file["address"]: file["integrity"] for file in (graph, *runtime.values())})
+    (folder / _PAGE).write_text(json.dumps(description), encoding="utf-8")
 
 
 def _large_file(name: str, digest: str, server: str | None = None) -> dict[str, str]:
