@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fewshot_mahalanobis.heads import ManhattanHead as ManhattanHead
     from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance as RegularizedCovariance
     from fewshot_mahalanobis.images.folders import load_folder as load_folder
+    from fewshot_mahalanobis.images.region import Region as Region
     from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS as SimpleCNAPS
 
 #: Public name -> module that has it. It is imported when the name is first used (PEP 562), so that importing the
@@ -32,6 +33,7 @@ _MODULES = {
     "MahalanobisClassifier": "feature_classifier",
     "MahalanobisHead": "heads",
     "ManhattanHead": "heads",
+    "Region": "images.region",
     "RegularizedCovariance": "heads.mahalanobis",
     "SimpleCNAPS": "networks.simple_cnaps",
     "SimpleCNAPSClassifier": "classifier",

@@ -80,10 +80,10 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     long as extracting the features of the support images.
 
     Images are a list of file paths, bytes of files, opened files, PIL images, arrays (h, w, 3) or (h, w), tensors
-    (3, h, w), or a mixture, each of its own size; any other sequence of them with a length and ``[]``; an array
-    (n, h, w, 3) or (n, h, w); or a tensor (n, 3, h, w) or (n, 1, h, w). Arrays and tensors are uint8, or float in
-    [0, 1]. EXIF orientation and colour profile are applied, transparent pixels become white, and each image is resized
-    to a square.
+    (3, h, w), parts of any of these (:class:`Region`), or a mixture, each of its own size; any other sequence of them
+    with a length and ``[]``; an array (n, h, w, 3) or (n, h, w); or a tensor (n, 3, h, w) or (n, 1, h, w). Arrays and
+    tensors are uint8, or float in [0, 1]. EXIF orientation and colour profile are applied, transparent pixels become
+    white, and each image is resized to a square.
 
     ``predict``, ``predict_proba`` and what else says something of a label are inherited from
     :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`, which reads the features that this class makes.

@@ -3,9 +3,9 @@
 A collection is any of
 
 - a list of file paths (``str`` or ``Path``), bytes of image files, opened binary files, PIL images, arrays (h, w, 3) or
-  (h, w), tensors (3, h, w) or (1, h, w), or a mixture, each of its own size; a one-dimensional array or a pandas Series
-  of such items too, and any other sequence with a length and ``[]`` (a column of Hugging Face ``datasets``, of polars
-  or of pyarrow), whose items are read one at a time;
+  (h, w), tensors (3, h, w) or (1, h, w), regions of any of these, or a mixture, each of its own size; a one-dimensional
+  array or a pandas Series of such items too, and any other sequence with a length and ``[]`` (a column of Hugging Face
+  ``datasets``, of polars or of pyarrow), whose items are read one at a time;
 - an array (n, h, w, 3) or (n, h, w), or a tensor (n, 3, h, w) or (n, 1, h, w): uint8, bool, or float
   in [0, 1].
 """
@@ -32,13 +32,15 @@ from fewshot_mahalanobis.images.picture import (
     CLOSED,
     Square,
     check_header,
+    opened,
     path_problem,
-    read_square,
     reason,
     size_problem,
     to_square,
+    to_squares_of_regions,
 )
 from fewshot_mahalanobis.images.ranges import Span, ValueRange, span_of, to_eight_bits, unit_to_eight_bits
+from fewshot_mahalanobis.images.region import Region
 
 #: Channels of an array image: grey, RGB, or RGB with opacity.
 _CHANNELS = (1, 3, 4)
@@ -47,7 +49,7 @@ _MASKED = "a masked array has pixels without a value: choose one with .filled(va
 
 def checked_collection(images: Any, value_range: ValueRange | None = None) -> Sequence[Any]:
     """Return a collection of images as a sequence; ImageError if it is none, or empty."""
-    single = Image.Image | str | os.PathLike | bytes | bytearray | memoryview
+    single = Image.Image | Region | str | os.PathLike | bytes | bytearray | memoryview
     if isinstance(images, single) or _is_binary_file(images):
         if isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112 (pathlib raises for some)
             raise ImageError(f"{str(images)!r} is a folder: pass the list of its image files")
@@ -203,6 +205,8 @@ def item_problem(item: Any, value_range: ValueRange | None = None) -> str | None
         return None
     if isinstance(item, str | os.PathLike):
         return path_problem(item)
+    if isinstance(item, Region):
+        return item.problem() or item_problem(item.image, value_range)
     if isinstance(item, np.ma.MaskedArray):
         return _MASKED
     if isinstance(item, np.ndarray | Tensor):
@@ -225,7 +229,7 @@ def item_problem(item: Any, value_range: ValueRange | None = None) -> str | None
         )
     return (
         "not an image: expected a path, the bytes of a file or an opened file, a PIL image, an array (h, w, 3) or "
-        "(h, w), or a tensor (3, h, w)"
+        "(h, w), a tensor (3, h, w), or a Region of one of these"
     )
 
 
@@ -265,7 +269,9 @@ def _array_problem(
 
 
 def describe(item: Any) -> str:
-    """Name of an item in a message: its path if it has one, else its type."""
+    """Name of an item in a message: its path if it has one, else its type; the box too of a region."""
+    if isinstance(item, Region):
+        return f"{describe(item.image)}, {item.place}"
     if isinstance(item, str | os.PathLike):
         return repr(os.fspath(item))
     name = getattr(item, "filename", "") if isinstance(item, Image.Image) else ""
@@ -275,33 +281,92 @@ def describe(item: Any) -> str:
 @whole_files
 def read_item(item: Any, index: int, size: int, lock: Lock, value_range: ValueRange | None = None) -> Square:
     """Item ``index`` of a collection as a square; ImageError names it. ``lock`` guards images that others may share."""
+    if isinstance(item, Region):
+        square = read_regions([item], [index], size, lock, value_range)[0]
+        if isinstance(square, ImageError):
+            raise square
+        return square
     try:
-        if isinstance(item, str | os.PathLike):
-            return read_square(item, size, value_range)
-        problem = item_problem(item, value_range)
-        if problem is not None:
-            raise ImageError(problem)
-        if isinstance(item, Image.Image):
-            check_header(item)
-            if getattr(item, "tile", None) and getattr(item, "fp", None) is None:
-                raise ImageError(CLOSED)
-            with lock:  # the same lazily opened image may be in the list twice, and loading is not thread-safe
-                image = _opened_anew(item)
-                if image is item:
-                    image.load()
-            return to_square(image, size, value_range)
-        if isinstance(item, bytes | bytearray | memoryview):
-            return read_square(io.BytesIO(item), size, value_range)
-        if _is_binary_file(item):
-            with lock:  # the same file may be in the list twice
-                contents = _contents(item)
-            return read_square(io.BytesIO(contents), size, value_range)
-        image, span = _array_to_pil(item, value_range)
-        return to_square(image, size)._replace(span=span)
+        with _picture(item, lock, value_range) as (image, span, unknown_range):
+            square = to_square(image, size, unknown_range)
+            return square if span is None else square._replace(span=span)
     except MemoryError:
         raise
     except Exception as error:
         raise ImageError(reason(error), index, describe(item)) from error
+
+
+@whole_files
+def read_regions(
+    regions: Sequence[Region], indices: Sequence[int], size: int, lock: Lock, value_range: ValueRange | None = None
+) -> list[Square | ImageError]:
+    """Regions of one image, items ``indices`` of a collection, as squares; an error that names it in place of one."""
+    try:
+        with _picture(regions[0].image, lock, value_range) as (image, span, unknown_range):
+            squares = to_squares_of_regions(image, regions, size, unknown_range)
+    except MemoryError:
+        raise
+    except Exception as error:
+        squares, span = [ImageError(reason(error))] * len(regions), None
+
+    def named(square: Square | ImageError, index: int, region: Region) -> Square | ImageError:
+        if isinstance(square, ImageError):
+            return ImageError(square.reason, index, describe(region))
+        return square if span is None else square._replace(span=span)
+
+    return [named(*each) for each in zip(squares, indices, regions, strict=True)]
+
+
+def regions_together(images: Sequence[Any], most_apart: int) -> list[list[int]]:
+    """Indices of a checked collection that are read together: the regions of one image, each other item alone.
+
+    In the order of their first indices, from which none is ``most_apart`` or farther. The items of other people's
+    sequences are not looked at before they are due.
+    """
+    if not isinstance(images, list | tuple):
+        return [[index] for index in range(len(images))]
+    together, latest = list[list[int]](), dict[Any, list[int]]()
+    for index, item in enumerate(images):
+        if isinstance(item, Region):
+            picture = item.path if item.path is not None else id(item.image)
+            if picture in latest and index - latest[picture][0] < most_apart:
+                latest[picture].append(index)
+                continue
+            latest[picture] = [index]
+            together.append(latest[picture])
+        else:
+            together.append([index])
+    return together
+
+
+@contextmanager
+def _picture(
+    item: Any, lock: Lock, value_range: ValueRange | None
+) -> Iterator[tuple[Image.Image, Span | None, ValueRange | None]]:
+    """An item as a PIL image; the span of an array's values; the range of values that are still to be made 8 bits."""
+    if isinstance(item, str | os.PathLike):
+        with opened(item) as image:
+            yield image, None, value_range
+        return
+    problem = item_problem(item, value_range)
+    if problem is not None:
+        raise ImageError(problem)
+    if isinstance(item, Image.Image):
+        check_header(item)
+        if getattr(item, "tile", None) and getattr(item, "fp", None) is None:
+            raise ImageError(CLOSED)
+        with lock:  # the same lazily opened image may be in the list twice, and loading is not thread-safe
+            image = _opened_anew(item)
+            if image is item:
+                image.load()
+        yield image, None, value_range
+    elif isinstance(item, np.ndarray | Tensor):
+        yield *_array_to_pil(item, value_range), None
+    else:
+        with lock:  # the same file may be in the list twice
+            contents = item if isinstance(item, bytes | bytearray | memoryview) else _contents(item)
+        with opened(io.BytesIO(contents)) as image:
+            yield image, None, value_range
 
 
 def _is_binary_file(item: Any) -> bool:

@@ -10,6 +10,9 @@
    last step, which averages the rounding to 8 bits.
 5. It is resized by Pillow's antialiased bilinear filter, without keeping its aspect, as in Meta-Dataset (Triantafillou
    et al., ICLR 2020).
+
+Regions are cut out between the second step's turning and its deeper values, from the picture at full size, without the
+first step. So a region is what the picture is that was cropped by hand.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import io
 import os
 import stat
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -40,6 +45,7 @@ from fewshot_mahalanobis.images.ranges import (
     to_eight_bits,
     unit_to_eight_bits,
 )
+from fewshot_mahalanobis.images.region import Region
 
 #: Most pixels of an image (Pillow's own limit, which other code may change for the whole process) and its longest side
 #: (JPEG's: the first pass of a resize has the new width and the old height, so a thin image would need much memory).
@@ -57,6 +63,7 @@ class Square(NamedTuple):
     pixels: NDArray[np.uint8]  # (size, size, 3), RGB
     profile_ignored: bool = False
     span: Span | None = None  # of values whose range nothing says
+    box: tuple[int, int, int, int] | None = None  # of a region without its margin: x, y, width and height in pixels
 
 
 def to_square_array(image: Image.Image, size: int) -> NDArray[np.uint8]:
@@ -98,12 +105,39 @@ def to_square(image: Image.Image, size: int, value_range: ValueRange | None = No
     check_header(image)
     depth = _depth(image)
     image.draft(None, (2 * size, 2 * size))  # step 1; does nothing to other formats and to a loaded image
+    return _square(_upright(image), depth, size, value_range)
+
+
+@whole_files
+def to_squares_of_regions(
+    image: Image.Image, regions: Sequence[Region], size: int, value_range: ValueRange | None = None
+) -> list[Square | ImageError]:
+    """Regions of one image, which is decoded once, as squares; the error in the place of each that is none of it."""
+    check_header(image)
+    depth = _depth(image)
+    whole = _upright(image)
+
+    def square(region: Region) -> Square | ImageError:
+        try:
+            part = whole.crop(region.edges(*whole.size))
+            return _square(part, depth, size, value_range)._replace(box=region.pixels(*whole.size))
+        except ImageError as error:
+            return error
+
+    return [square(region) for region in regions]
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """An image with its pixels loaded, turned by its EXIF orientation."""
     if image.format == "TIFF":
         image.info.pop("xmp", None)  # by which Pillow would turn it while it loads
     image.load()  # some formats have the orientation after the pixels
+    return ImageOps.exif_transpose(image) if exif_orientation(image) != 1 else image  # exif_transpose always copies
+
+
+def _square(image: Image.Image, depth: _Depth, size: int, value_range: ValueRange | None) -> Square:
+    """What is left to do for an upright image."""
     profile = image.info.get("icc_profile")
-    if exif_orientation(image) != 1:  # exif_transpose always copies
-        image = ImageOps.exif_transpose(image)
     described = _profile_mode(profile) if profile else None
     flat, span = (image, None) if image.mode == described == "CMYK" else _to_rgb(image, depth, value_range)
     if described == "L" and (image.mode in ("1", "L", "LA") or image.mode.startswith("I")):
@@ -126,19 +160,27 @@ def to_square(image: Image.Image, size: int, value_range: ValueRange | None = No
 def read_square(file: str | os.PathLike[Any] | BinaryIO, size: int, value_range: ValueRange | None = None) -> Square:
     """Like :func:`read_square_array`, but return what was noticed instead of warning of it."""
     try:
-        if isinstance(file, str | os.PathLike):
-            problem = path_problem(file)
-            if problem is not None:
-                raise ImageError(problem)
-            # Opened here because Pillow memory-maps some files given by name, which hides that a file is cut short.
-            with Path(os.fsdecode(file)).open("rb") as opened:
-                return read_square(opened, size, value_range)
-        with open_image(file, MAX_PIXELS) as image:
+        with opened(file) as image:
             return to_square(image, size, value_range)
     except MemoryError:
         raise
     except Exception as error:
         raise ImageError(reason(error)) from error
+
+
+@contextmanager
+def opened(file: str | os.PathLike[Any] | BinaryIO) -> Iterator[Image.Image]:
+    """An image file, by path or opened, as a PIL image; errors of many types if it is damaged."""
+    if not isinstance(file, str | os.PathLike):
+        with open_image(file, MAX_PIXELS) as image:
+            yield image
+        return
+    problem = path_problem(file)
+    if problem is not None:
+        raise ImageError(problem)
+    # Opened here because Pillow memory-maps some files given by name, which hides that a file is cut short.
+    with Path(os.fsdecode(file)).open("rb") as binary, open_image(binary, MAX_PIXELS) as image:
+        yield image
 
 
 def path_problem(path: str | os.PathLike[Any]) -> str | None:
