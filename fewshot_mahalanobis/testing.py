@@ -7,7 +7,8 @@ They serve your own heads as they serve the package's:
     check_head(lambda width: MyHead(width), without=["translation_changes_nothing"])
 
 A property is a function ``(head, task)`` that raises AssertionError where it does not hold: write more of your own over
-the tasks of ``tasks()``, with hypothesis as usual. The package needs hypothesis in this module alone.
+the tasks of ``tasks()``, with hypothesis as usual. What the properties here are made of (a task ``moved`` or
+``rotated``, comparison to within a bound) serves others too. The package needs hypothesis in this module alone.
 
 How equal is equal? Two correct algorithms differ by rounding, and how much is a matter of the task. Logits must agree
 within the change that random perturbations of every example, by 2^-30 of its largest entry, make; and float32 logits
@@ -129,31 +130,31 @@ def _draw_task(
     return HeadTask(features[:n], torch.from_numpy(labels), features[n:])
 
 
-def _in_float64(task: HeadTask) -> HeadTask:
+def in_float64(task: HeadTask) -> HeadTask:
     """The task in float64."""
     return HeadTask(task.support_features.double(), task.support_labels, task.query_features.double())
 
 
-def _at_unit_scale(task: HeadTask) -> HeadTask:
+def at_unit_scale(task: HeadTask) -> HeadTask:
     """The task in float64, its largest entry 1."""
-    task = _in_float64(task)
+    task = in_float64(task)
     factor = 1 / max(largest_entry(task), torch.finfo(torch.float64).tiny)
     return HeadTask(factor * task.support_features, task.support_labels, factor * task.query_features)
 
 
-def _shuffled(task: HeadTask) -> HeadTask:
+def shuffled(task: HeadTask) -> HeadTask:
     """The task with its examples in another order."""
     order = torch.randperm(len(task.support_labels), generator=_fixed_generator())
     return HeadTask(task.support_features[order], task.support_labels[order], task.query_features)
 
 
-def _renamed_labels(task: HeadTask) -> tuple[HeadTask, Tensor]:
+def renamed_labels(task: HeadTask) -> tuple[HeadTask, Tensor]:
     """The task with class j called names[j], and ``names`` (k,)."""
     names = torch.randperm(len(task.support_labels.unique()), generator=_fixed_generator())
     return HeadTask(task.support_features, names[task.support_labels], task.query_features), names
 
 
-def _moved(task: HeadTask) -> HeadTask:
+def moved(task: HeadTask) -> HeadTask:
     """The task moved by one vector, as long as its features."""
     shift = largest_entry(task) * torch.randn(
         task.query_features.shape[1], dtype=torch.float64, generator=_fixed_generator()
@@ -161,7 +162,7 @@ def _moved(task: HeadTask) -> HeadTask:
     return HeadTask(task.support_features + shift, task.support_labels, task.query_features + shift)
 
 
-def _rotated(task: HeadTask) -> HeadTask:
+def rotated(task: HeadTask) -> HeadTask:
     """The task turned by one orthogonal matrix."""
     d = task.query_features.shape[1]
     rotation = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64, generator=_fixed_generator())).Q
@@ -219,16 +220,17 @@ def check_head(
     ValueError
         If ``without`` names something else than a property.
     """
-    _search(make, HEAD_PROPERTIES, without, strategy, settings)
+    search(make, HEAD_PROPERTIES, without, strategy, settings)
 
 
-def _search(
+def search(
     make: Callable[[int], Any],
     properties: Mapping[str, Property],
     without: Collection[str],
     strategy: st.SearchStrategy[HeadTask] | None,
     settings: hypothesis.settings | None,
 ) -> None:
+    """Search for counterexamples to each property, by name, of ``make(d)``; the arguments of :func:`check_head`."""
     if unknown := sorted(set(without) - set(properties)):
         raise ValueError(f"there is no property {unknown[0]!r}: they are {', '.join(properties)}")
     parent = hypothesis.settings(settings)
@@ -280,44 +282,44 @@ def _head_calls_leave_no_trace(head: Any, task: HeadTask) -> None:
     before, parameters, state = copy.deepcopy(task), copy.deepcopy(head.state_dict()), torch.get_rng_state()
     first, second = (head(task.support_features, task.support_labels, task.query_features) for _ in range(2))
     _assert(torch.equal(first, second), f"logits differ by {(first - second).abs().max():.3g}")
-    _assert_untouched(task, before, state)
+    assert_untouched(task, before, state)
     for name, value in head.state_dict().items():
         _assert(torch.equal(value, parameters[name]), f"{name} was changed")
 
 
 def _head_support_order_does_not_matter(head: Any, task: HeadTask) -> None:
-    _assert_same_logits(head, _in_float64(task), _shuffled(_in_float64(task)))
+    _assert_same_logits(head, in_float64(task), shuffled(in_float64(task)))
 
 
 def _head_renaming_labels_permutes_the_columns(head: Any, task: HeadTask) -> None:
-    renamed, names = _renamed_labels(_in_float64(task))
-    _assert_same_logits(head, _in_float64(task), renamed, columns=names)
+    renamed, names = renamed_labels(in_float64(task))
+    _assert_same_logits(head, in_float64(task), renamed, columns=names)
 
 
 def _head_every_query_is_served_on_its_own(head: Any, task: HeadTask) -> None:
-    task, head = _in_float64(task), copy.deepcopy(head).double()
+    task, head = in_float64(task), copy.deepcopy(head).double()
     state = head.fit(task.support_features, task.support_labels)
     alone = torch.cat([head.logits(state, query[None]) for query in task.query_features])
     _assert_close_logits(alone, head, task)
 
 
 def _head_translation_changes_nothing(head: Any, task: HeadTask) -> None:
-    _assert_same_logits(head, _moved(_in_float64(task)), _in_float64(task))  # the moved one has the larger numbers
+    _assert_same_logits(head, moved(in_float64(task)), in_float64(task))  # the moved one has the larger numbers
 
 
 def _head_rotation_changes_nothing(head: Any, task: HeadTask) -> None:
-    _assert_same_logits(head, _in_float64(task), _rotated(_in_float64(task)))
+    _assert_same_logits(head, in_float64(task), rotated(in_float64(task)))
 
 
 def _head_gradients_equal_finite_differences(head: Any, task: HeadTask) -> None:
     # Metrics have kinks and poles where features coincide or vanish: noise moves the task off them.
-    task, head, generator = _at_unit_scale(task), copy.deepcopy(head).double(), _fixed_generator()
+    task, head, generator = at_unit_scale(task), copy.deepcopy(head).double(), _fixed_generator()
     noisy = [
         x + torch.randn(x.shape, dtype=x.dtype, generator=generator)
         for x in (task.support_features, task.query_features)
     ]
     task = HeadTask(noisy[0], task.support_labels, noisy[1])
-    _assert_gradients(lambda x, q: head(x, task.support_labels, q), task)
+    assert_gradients(lambda x, q: head(x, task.support_labels, q), task)
 
 
 def _head_float32_is_close_to_float64(head: Any, task: HeadTask) -> None:
@@ -325,9 +327,9 @@ def _head_float32_is_close_to_float64(head: Any, task: HeadTask) -> None:
     found = copy.deepcopy(head).float()(single.support_features, single.support_labels, single.query_features)
     _assert(found.dtype == torch.float32, f"logits are {found.dtype}")
     n, d = task.support_features.shape
-    underflow = 2 * (n + d + 10) * _smallest(torch.float32)
+    underflow = 2 * (n + d + 10) * smallest_number(torch.float32)
     _assert_close_logits(
-        found.double(), copy.deepcopy(head).double(), _in_float64(single), nudge=_NUDGE_FLOAT32, underflow=underflow
+        found.double(), copy.deepcopy(head).double(), in_float64(single), nudge=_NUDGE_FLOAT32, underflow=underflow
     )
 
 
@@ -369,7 +371,7 @@ def _assert_close_logits(
             for x in (task.support_features, task.query_features)
         )
         bound = torch.maximum(bound, (head(support, task.support_labels, queries) - expected).abs())
-    _assert_within(found, expected, bound)
+    assert_within(found, expected, bound)
 
 
 # ---------------------------------------------------------------- shared
@@ -380,7 +382,8 @@ def _assert(condition: Tensor | bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _assert_within(found: Tensor, expected: Tensor, bound: Tensor) -> None:
+def assert_within(found: Tensor, expected: Tensor, bound: Tensor) -> None:
+    """Raise AssertionError naming the first value (m, k) that is not within its bound (m, k)."""
     wrong = (~((found - expected).abs() <= bound)).nonzero()
     if len(wrong):
         m, k = wrong[0].tolist()
@@ -390,13 +393,14 @@ def _assert_within(found: Tensor, expected: Tensor, bound: Tensor) -> None:
         )
 
 
-def _assert_untouched(task: HeadTask, before: HeadTask, state: Tensor) -> None:
+def assert_untouched(task: HeadTask, before: HeadTask, state: Tensor) -> None:
+    """Raise AssertionError if the task or torch's random state is no longer what it was before."""
     for name, tensor in vars(task).items():
         _assert(torch.equal(tensor, getattr(before, name)), f"{name} were changed in place")
     _assert(torch.equal(torch.get_rng_state(), state), "torch's global random state was changed")
 
 
-def _assert_gradients(function: Callable[[Tensor, Tensor], Tensor], task: HeadTask) -> None:
+def assert_gradients(function: Callable[[Tensor, Tensor], Tensor], task: HeadTask) -> None:
     """The derivative along a random direction lies between those of a step back and a step forward.
 
     So it does for a smooth function, whose central difference is their mean, and at a kink of a concave or convex one.
@@ -423,10 +427,11 @@ def _assert_gradients(function: Callable[[Tensor, Tensor], Tensor], task: HeadTa
     )
 
 
-def _roundoff(dtype: torch.dtype) -> float:
+def roundoff(dtype: torch.dtype) -> float:
+    """Unit roundoff u of a dtype."""
     return torch.finfo(dtype).eps / 2
 
 
-def _smallest(dtype: torch.dtype) -> float:
+def smallest_number(dtype: torch.dtype) -> float:
     """The smallest positive number, subnormal."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

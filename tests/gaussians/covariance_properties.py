@@ -29,20 +29,19 @@ from torch import Tensor
 from fewshot_mahalanobis.testing import (
     HeadTask,
     Property,
-    _assert,
-    _assert_gradients,
-    _assert_untouched,
-    _assert_within,
-    _at_unit_scale,
-    _in_float64,
-    _moved,
-    _renamed_labels,
-    _rotated,
-    _roundoff,
-    _search,
-    _shuffled,
-    _smallest,
+    assert_gradients,
+    assert_untouched,
+    assert_within,
+    at_unit_scale,
+    in_float64,
     largest_entry,
+    moved,
+    renamed_labels,
+    rotated,
+    roundoff,
+    search,
+    shuffled,
+    smallest_number,
 )
 
 #: Bits that a distance may lose to cancellation.
@@ -80,57 +79,57 @@ def check_covariance(
     ValueError
         If ``without`` names something else than a property.
     """
-    _search(make, COVARIANCE_PROPERTIES, without, strategy, settings)
+    search(make, COVARIANCE_PROPERTIES, without, strategy, settings)
 
 
 def _covariance_means_and_counts_are_those_of_the_classes(covariance: Any, task: HeadTask) -> None:
     """``means`` and ``counts`` describe the support examples of each class."""
-    task = _in_float64(task)
+    task = in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     counts = torch.bincount(task.support_labels)
-    _assert(torch.equal(gaussians.counts, counts), f"counts are {gaussians.counts.tolist()}, not {counts.tolist()}")
+    assert torch.equal(gaussians.counts, counts), f"counts are {gaussians.counts.tolist()}, not {counts.tolist()}"
     members = [task.support_features[task.support_labels == label] for label in range(len(counts))]
     means = torch.stack([member.mean(dim=0) for member in members])
     error = (gaussians.means - means).abs().max()
-    bound = 4 * (len(task.support_labels) * _roundoff(means.dtype) * largest_entry(task) + _smallest(means.dtype))
-    _assert(error <= bound, f"a mean is off by {error:.3g}, more than rounding explains ({bound:.3g})")
+    bound = 4 * (len(task.support_labels) * roundoff(means.dtype) * largest_entry(task) + smallest_number(means.dtype))
+    assert error <= bound, f"a mean is off by {error:.3g}, more than rounding explains ({bound:.3g})"
 
 
 def _covariance_covariances_are_symmetric_and_positive_definite(covariance: Any, task: HeadTask) -> None:
     """Every Q_k equals its transpose and has positive eigenvalues, both but for rounding."""
-    task = _in_float64(task)
+    task = in_float64(task)
     q = covariance(task.support_features, task.support_labels).covariance()
-    rounding = 16 * len(q[0]) * _roundoff(q.dtype) * traces(q)
+    rounding = 16 * len(q[0]) * roundoff(q.dtype) * traces(q)
     asymmetry = (q - q.mT).abs().amax(dim=(1, 2))
-    _assert((asymmetry <= rounding).all(), f"an entry differs from its mirror by {asymmetry.max():.3g}")
+    assert (asymmetry <= rounding).all(), f"an entry differs from its mirror by {asymmetry.max():.3g}"
     smallest = torch.linalg.eigvalsh(q)[:, 0]
-    _assert((smallest > -rounding).all(), f"the smallest eigenvalue is {smallest.min():.3g}")
-    _assert((q.diagonal(dim1=1, dim2=2) > 0).all(), "a variance is not positive")
+    assert (smallest > -rounding).all(), f"the smallest eigenvalue is {smallest.min():.3g}"
+    assert (q.diagonal(dim1=1, dim2=2) > 0).all(), "a variance is not positive"
 
 
 def _covariance_precisions_are_the_inverses(covariance: Any, task: HeadTask) -> None:
     """``precision()`` inverts ``covariance()``, as far as its condition allows."""
-    task = _in_float64(task)
+    task = in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     q, precision = gaussians.covariance(), gaussians.precision()
     error = torch.linalg.matrix_norm(q @ precision - torch.eye(q.shape[-1], dtype=q.dtype))
-    bound = 16 * q.shape[-1] * _roundoff(q.dtype) * torch.linalg.matrix_norm(q) * torch.linalg.matrix_norm(precision)
-    _assert((error <= bound).all(), f"covariance times precision is off the identity by {error.max():.3g}")
+    bound = 16 * q.shape[-1] * roundoff(q.dtype) * torch.linalg.matrix_norm(q) * torch.linalg.matrix_norm(precision)
+    assert (error <= bound).all(), f"covariance times precision is off the identity by {error.max():.3g}"
 
 
 def _covariance_distances_follow_from_the_covariances(covariance: Any, task: HeadTask) -> None:
     """Distances are finite, not negative, and z^T Q_k^-1 z by a dense Cholesky factor of Q_k."""
-    task = _in_float64(task)
+    task = in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     distances = gaussians.squared_distance(task.query_features)
     shape = (len(task.query_features), len(gaussians.counts))
-    _assert(distances.shape == shape, f"distances have shape {tuple(distances.shape)}, not {shape}")
-    _assert((distances >= 0).all(), f"a squared distance is {distances.min()}")
+    assert distances.shape == shape, f"distances have shape {tuple(distances.shape)}, not {shape}"
+    assert (distances >= 0).all(), f"a squared distance is {distances.min()}"
     q = gaussians.covariance()
     cholesky, failed = torch.linalg.cholesky_ex(q)
     # Where Q_k is singular but for rounding the dense formula has no answer, and no other can be held against it.
-    singular = torch.linalg.eigvalsh(q)[:, 0] <= 16 * len(q[0]) * _roundoff(q.dtype) * traces(q)
-    _assert((singular | (failed == 0)).all(), "a covariance is not positive definite")
+    singular = torch.linalg.eigvalsh(q)[:, 0] <= 16 * len(q[0]) * roundoff(q.dtype) * traces(q)
+    assert (singular | (failed == 0)).all(), "a covariance is not positive definite"
     difference = task.query_features - gaussians.means[:, None]
     plain = torch.linalg.solve_triangular(cholesky, difference.mT, upper=False).square().sum(dim=1).T
     assert_same_lengths(distances, torch.where(failed == 0, plain, distances), gaussians, task)
@@ -138,7 +137,7 @@ def _covariance_distances_follow_from_the_covariances(covariance: Any, task: Hea
 
 def _covariance_distances_are_zero_at_the_means(covariance: Any, task: HeadTask) -> None:
     """The squared distance of mu_k to class k is zero, but for the rounding of mu_k."""
-    task = _in_float64(task)
+    task = in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     distances = gaussians.squared_distance(gaussians.means).diagonal()[None]
     assert_same_lengths(distances, torch.zeros_like(distances), gaussians, task)
@@ -150,46 +149,46 @@ def _covariance_repeats_give_the_same_bits(covariance: Any, task: HeadTask) -> N
     first, second = (
         covariance(task.support_features, task.support_labels).squared_distance(task.query_features) for _ in range(2)
     )
-    _assert(torch.equal(first, second), f"distances differ by {(first - second).abs().max():.3g}")
-    _assert_untouched(task, before, state)
+    assert torch.equal(first, second), f"distances differ by {(first - second).abs().max():.3g}"
+    assert_untouched(task, before, state)
 
 
 def _covariance_support_order_does_not_matter(covariance: Any, task: HeadTask) -> None:
     """Distances are the same for support examples in another order."""
-    _assert_same_task(covariance, _in_float64(task), _shuffled(_in_float64(task)))
+    _assert_same_task(covariance, in_float64(task), shuffled(in_float64(task)))
 
 
 def _covariance_renaming_labels_permutes_the_columns(covariance: Any, task: HeadTask) -> None:
     """Classes are told apart by their examples alone, not by their label."""
-    renamed, names = _renamed_labels(_in_float64(task))
-    _assert_same_task(covariance, _in_float64(task), renamed, columns=names)
+    renamed, names = renamed_labels(in_float64(task))
+    _assert_same_task(covariance, in_float64(task), renamed, columns=names)
 
 
 def _covariance_every_query_is_served_on_its_own(covariance: Any, task: HeadTask) -> None:
     """A query's distances do not depend on the other queries."""
-    task = _in_float64(task)
+    task = in_float64(task)
     gaussians = covariance(task.support_features, task.support_labels)
     together = gaussians.squared_distance(task.query_features)
     alone = torch.cat([gaussians.squared_distance(query[None]) for query in task.query_features])
     assert_same_lengths(alone, together, gaussians, task)
     empty = gaussians.squared_distance(task.query_features[:0])
-    _assert(empty.shape == (0, together.shape[1]), f"no queries have distances of shape {tuple(empty.shape)}")
+    assert empty.shape == (0, together.shape[1]), f"no queries have distances of shape {tuple(empty.shape)}"
 
 
 def _covariance_translation_changes_nothing(covariance: Any, task: HeadTask) -> None:
     """Distances are the same when all support and query features move by one vector."""
-    _assert_same_task(covariance, _in_float64(task), _moved(_in_float64(task)))
+    _assert_same_task(covariance, in_float64(task), moved(in_float64(task)))
 
 
 def _covariance_rotation_changes_nothing(covariance: Any, task: HeadTask) -> None:
     """Distances are the same when all support and query features turn by one orthogonal matrix."""
-    _assert_same_task(covariance, _in_float64(task), _rotated(_in_float64(task)))
+    _assert_same_task(covariance, in_float64(task), rotated(in_float64(task)))
 
 
 def _covariance_gradients_equal_finite_differences(covariance: Any, task: HeadTask) -> None:
     """Derivatives of distances, in support and queries, are those of differences, for the task at unit scale."""
-    task = _at_unit_scale(task)
-    _assert_gradients(lambda x, q: covariance(x, task.support_labels).squared_distance(q), task)
+    task = at_unit_scale(task)
+    assert_gradients(lambda x, q: covariance(x, task.support_labels).squared_distance(q), task)
 
 
 def _covariance_float32_is_close_to_float64(covariance: Any, task: HeadTask) -> None:
@@ -197,16 +196,16 @@ def _covariance_float32_is_close_to_float64(covariance: Any, task: HeadTask) -> 
 
     They come back in float32 at least.
     """
-    wide = _in_float64(task)
+    wide = in_float64(task)
     gaussians = covariance(wide.support_features, wide.support_labels)
     expected = gaussians.squared_distance(wide.query_features)
     found = covariance(task.support_features, task.support_labels).squared_distance(task.query_features)
     dtype = torch.promote_types(task.query_features.dtype, torch.float32)
-    _assert(found.dtype == dtype, f"distances are {found.dtype}, not {dtype}")
-    _assert((found >= 0).all(), f"a squared distance is {found.min()}")
+    assert found.dtype == dtype, f"distances are {found.dtype}, not {dtype}"
+    assert (found >= 0).all(), f"a squared distance is {found.min()}"
     relative, absolute = length_rounding(gaussians, wide, dtype=dtype, cancelled=1.0)
     found, expected = found.double().sqrt(), expected.sqrt()
-    _assert_within(found, expected, relative * torch.maximum(found, expected) + absolute)
+    assert_within(found, expected, relative * torch.maximum(found, expected) + absolute)
 
 
 #: Properties of covariance estimators by name.
@@ -246,7 +245,7 @@ def assert_same_lengths(
     """Compare squared distances (m, k) of one task, whose features may have been moved up to ``largest``."""
     relative, absolute = length_rounding(gaussians, task, largest)
     found, expected = found.sqrt(), expected.sqrt()
-    _assert_within(found, expected, relative * torch.maximum(found, expected) + absolute)
+    assert_within(found, expected, relative * torch.maximum(found, expected) + absolute)
 
 
 def length_rounding(
@@ -260,10 +259,10 @@ def length_rounding(
     n, d = task.support_features.shape
     q = gaussians.covariance()
     # The least eigenvalue is known to the last digits of the trace: below that the relative bound is above 1 and void.
-    smallest = torch.maximum(torch.linalg.eigvalsh(q)[:, 0], _roundoff(q.dtype) * traces(q))
+    smallest = torch.maximum(torch.linalg.eigvalsh(q)[:, 0], roundoff(q.dtype) * traces(q))
     reach = (largest_entry(task) if largest is None else largest) * (d / smallest).sqrt()
     operations = 4 * (n + d + 10)
-    unit, underflow = operations * _roundoff(dtype), math.sqrt(operations / 2 * _smallest(dtype))
+    unit, underflow = operations * roundoff(dtype), math.sqrt(operations / 2 * smallest_number(dtype))
     return unit * (traces(q) / smallest + reach), cancelled * unit * reach + underflow
 
 

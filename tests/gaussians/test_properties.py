@@ -279,7 +279,7 @@ def test_low_rank_equals_dense(search: Search) -> None:
 
         own, residual = low_rank_rounding(covariance, gaussians, task)
         absolute = absolute + torch.hypot(expected, residual) - expected
-        testing._assert_within(found, expected, (relative + own) * torch.maximum(found, expected) + absolute)
+        testing.assert_within(found, expected, (relative + own) * torch.maximum(found, expected) + absolute)
 
     known = [
         (RegularizedCovariance(0.1, task_covariance), task_of([[0.0], [1e6], [1e6]], [0, 0, 0], [[1e6]]))
@@ -510,7 +510,7 @@ def test_distances_are_those_of_scikit_learns_empirical_covariance(search: Searc
         relative, absolute = length_rounding(gaussians, task, largest)
         own, residual = low_rank_rounding(covariance, gaussians, task)  # theirs is dense
         absolute = absolute + torch.hypot(expected, residual) - expected
-        testing._assert_within(found, expected, (relative + own) * torch.maximum(found, expected) + absolute)
+        testing.assert_within(found, expected, (relative + own) * torch.maximum(found, expected) + absolute)
 
     members = [125730.2211, -132104.8633, 640422.6504, 104900.1172, -535669.3732, 361595.0549, 1304000.0451]
     example = task_of([[x] for x in members], [1, 1, 1, 3, 2, 0, 1], [[947080.9631]])
