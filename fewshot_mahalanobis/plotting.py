@@ -12,7 +12,7 @@ For a confusion matrix use scikit-learn's ``ConfusionMatrixDisplay.from_predicti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.heads import EuclideanHead, Head, MahalanobisHead
 from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.research.episodes.sampling import Episode
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
 from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 from fewshot_mahalanobis.support_set.summary import support_influence
@@ -46,6 +47,7 @@ __all__ = [
     "plot_learning_curve",
     "plot_support_influence",
     "plot_task",
+    "plot_ways_and_shots",
     "support_influence",
 ]
 
@@ -514,6 +516,41 @@ def plot_learning_curve(curve: LearningCurve, *, more: int | None = None, ax: Ax
     ax.legend(fontsize="small", loc="lower right")
     ax.set_title(curve.advice, fontsize=9, wrap=True)
     return ax
+
+
+def plot_ways_and_shots(episodes: Mapping[str, Sequence[Episode]], *, figure: Figure | None = None) -> NDArray[Any]:
+    """Draw the distribution of ways, support images and shots per class over the episodes of each source.
+
+    A box shows the quartiles, its whiskers the extremes.
+
+    Parameters
+    ----------
+    episodes : mapping of str to list of Episode
+        Source to its episodes.
+    figure : Figure, optional
+        An empty one to draw on; its size is set.
+
+    Returns
+    -------
+    array of Axes of shape (3,)
+        Ways, support images and shots per class; logarithmic.
+    """
+    measures = {
+        "ways": lambda episode: [episode.way],
+        "support images": lambda episode: [len(episode.support)],
+        "shots per class": lambda episode: np.bincount(episode.support_labels).tolist(),
+    }
+    figure = _new_figure() if figure is None else figure
+    figure.set_size_inches(2 + 0.5 * len(episodes), 2.5 * len(measures))
+    figure.set_layout_engine("constrained")
+    axes: NDArray[Any] = figure.subplots(len(measures), sharex=True)
+    for ax, (title, measure) in zip(axes, measures.items(), strict=True):
+        values = [[value for episode in drawn for value in measure(episode)] for drawn in episodes.values()]
+        ax.boxplot(values, whis=(0, 100))
+        ax.set_ylabel(title)
+        ax.set_yscale("log")
+    axes[-1].set_xticks(range(1, len(episodes) + 1), list(episodes), rotation=90)
+    return axes
 
 
 # -------------------------------------------------------------------- shared

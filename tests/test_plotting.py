@@ -24,8 +24,10 @@ from fewshot_mahalanobis.plotting import (
     plot_learning_curve,
     plot_support_influence,
     plot_task,
+    plot_ways_and_shots,
     support_influence,
 )
+from fewshot_mahalanobis.research.episodes.sampling import Episode
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
 
 COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
@@ -317,6 +319,22 @@ def test_rows_that_cannot_share_a_line_are_refused() -> None:
         plot_accuracy([row("mnist", 5, 1, a=50)], against="episodes")
     with pytest.raises(ValueError, match="no results"):
         plot_accuracy([])
+
+
+def test_the_boxes_of_episodes_reach_from_the_fewest_to_the_most_ways_images_and_shots() -> None:
+    def episode(*shots: int) -> Episode:
+        n, none = sum(shots), np.array([], dtype=np.int64)
+        return Episode(np.arange(n), np.repeat(np.arange(len(shots)), shots), none, none)
+
+    episodes = {"a": [episode(1, 1), episode(2, 3, 4)], "b": [episode(5, 5, 5, 5)]}
+    axes = plot_ways_and_shots(episodes, figure=Figure())
+    assert [ax.get_ylabel() for ax in axes] == ["ways", "support images", "shots per class"]
+    assert [tick.get_text() for tick in axes[-1].get_xticklabels()] == ["a", "b"]
+    for ax, ends in zip(axes, ([(2, 3), (4, 4)], [(2, 9), (20, 20)], [(1, 4), (5, 5)]), strict=True):
+        drawn = [(line.get_xdata().mean(), line.get_ydata()) for line in ax.lines if len(line.get_xdata())]
+        for place, (fewest, most) in enumerate(ends, 1):
+            heights = np.concatenate([y for x, y in drawn if x == pytest.approx(place)])
+            assert (heights.min(), heights.max()) == (fewest, most)
 
 
 # -------------------------------------------------------------------- enough images

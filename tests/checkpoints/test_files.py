@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -12,15 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import fewshot_mahalanobis
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, check_writable, readable_file, remove_leftovers
-from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
-from fewshot_mahalanobis.research.episodes.statistics import plot_ways_and_shots
+from fewshot_mahalanobis.research.evaluation.curves import plot_curves
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result, write_results
 from fewshot_mahalanobis.research.training.run import RunFolder, resnet18_weights
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
@@ -303,8 +302,7 @@ def export(path: Path) -> None:
 
 def plot(path: Path) -> None:
     pytest.importorskip("matplotlib")
-    classes = [np.arange(8)] * 5
-    plot_ways_and_shots({"digits": [draw_episode(classes, [1] * 5, 2, episode_rng(0, 0))]}, path)
+    plot_curves([RESULT, dataclasses.replace(RESULT, shot=5)], path.parent)
 
 
 @functools.cache
@@ -319,8 +317,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "classifier.safetensors": lambda path: tiny_classifier().save(path),
     "classifier.pt2": export,
     "results.json": lambda path: write_results(path, [RESULT]),
-    "episodes.png": plot,
-    "episodes": plot,
+    "accuracy_by_shot.png": plot,
     "model.safetensors": lambda path: save_checkpoint(tiny_model(), path.parent),
     "config.json": lambda path: save_checkpoint(tiny_model(), path.parent),
     "README.md": lambda path: save_checkpoint(tiny_model(), path.parent, card="about it"),

@@ -7,6 +7,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.networks.devices import choose_device, choose_dtype, precision_name
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines import METHODS
-from fewshot_mahalanobis.research.baselines.model import Baseline
+from fewshot_mahalanobis.research.baselines.model import Baseline, read_baseline
 from fewshot_mahalanobis.research.data.datasets import open_source
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, VariableEpisodes
@@ -26,7 +27,6 @@ from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures, 
 from fewshot_mahalanobis.research.evaluation.averages import averages, check_in_domain
 from fewshot_mahalanobis.research.evaluation.compare import differences, headings, joined
 from fewshot_mahalanobis.research.evaluation.curves import plot_curves
-from fewshot_mahalanobis.research.evaluation.methods import open_methods
 from fewshot_mahalanobis.research.evaluation.paper_figures import IN_DOMAIN, published_method
 from fewshot_mahalanobis.research.evaluation.result import Protocol, Result, read_results, write_results
 from fewshot_mahalanobis.research.evaluation.tables import to_json, to_latex, to_markdown
@@ -156,50 +156,75 @@ def evaluate(
     """
     settings = Settings() if settings is None else settings
     variants = variants_of(model) if variants is None else variants
-    stored = read_results(file) if file is not None and Path(file).exists() else []
-    by_key = {result.key: result for result in stored}
+    stored = {}
+    if file is not None and Path(file).exists():
+        stored = {result.key: result for result in read_results(file)}
     digest, dtype = _digest(model), choose_dtype(settings.precision, model)
-    shots: tuple[int | None, ...] = tuple(dict.fromkeys(settings.shots)) if settings.protocol == "fixed" else (None,)
     opened, results = open_sources(sources, root, model.image_size), []
     if settings.protocol == "fixed":
         _check_sizes(opened, settings)
     for source in tqdm(opened, desc="sources", disable=not progress):
-        images, features = source, None
-        for shot in shots:
-            result = Result(
-                source=source.name,
-                protocol=settings.protocol,
-                way=_ways(source, settings),
-                shot=shot,
-                queries=settings.queries,
-                episodes=settings.episodes,
-                seed=settings.seed,
-                precision=precision_name(dtype),
-                model=digest,
-                images=_digest_of_source(source),
-            )
-            result = by_key.get(result.key, result)
+        evaluation = _Evaluation(model, source, dtype)
+        for planned in _planned(source, settings, model=digest, precision=precision_name(dtype)):
+            result = stored.get(planned.key, planned)
             missing = {title: variant for title, variant in variants.items() if title not in result.scores}
             if missing:
-                if features is None:
-                    images = source.in_memory() if len(source.images) <= _IN_MEMORY else source
-                    features = UnadaptedFeatures(model, images, dtype=dtype)
-                accuracies = evaluate_episodes(
-                    model,
-                    images,
-                    missing.values(),
-                    _drawing(images, result),
-                    settings.episodes,
-                    dtype=dtype,
-                    plain_features=None if all(v.adapt for v in missing.values()) else features,
-                    description=result.title if progress else None,
-                )
-                added = {title: accuracies[variant] for title, variant in missing.items()}
-                result = by_key[result.key] = replace(result, scores={**result.scores, **added})
+                result = stored[result.key] = evaluation.with_scores(result, missing, progress=progress)
                 if file is not None:
-                    write_results(file, list(by_key.values()))
+                    write_results(file, list(stored.values()))
             results.append(replace(result, scores={title: result.scores[title] for title in variants}))
     return results
+
+
+def _planned(source: ImageSource, settings: Settings, *, model: str, precision: str) -> list[Result]:
+    """Results of a source that are still without scores: one for each number of shots."""
+    shots: tuple[int | None, ...] = settings.shots if settings.protocol == "fixed" else (None,)
+    images, way = _digest_of_source(source), _ways(source, settings)
+    return [
+        Result(
+            source=source.name,
+            protocol=settings.protocol,
+            way=way,
+            shot=shot,
+            queries=settings.queries,
+            episodes=settings.episodes,
+            seed=settings.seed,
+            precision=precision,
+            model=model,
+            images=images,
+        )
+        for shot in dict.fromkeys(shots)
+    ]
+
+
+class _Evaluation:
+    """A model on a source, whose images are decoded and go through the network without adaptation once, when needed."""
+
+    def __init__(self, model: EpisodicModel, source: ImageSource, dtype: torch.dtype) -> None:
+        self._model, self._source, self._dtype = model, source, dtype
+
+    @cached_property
+    def _images(self) -> ImageSource:
+        return self._source.in_memory() if len(self._source.images) <= _IN_MEMORY else self._source
+
+    @cached_property
+    def _features(self) -> UnadaptedFeatures:
+        return UnadaptedFeatures(self._model, self._images, dtype=self._dtype)
+
+    def with_scores(self, result: Result, variants: Mapping[str, Variant], *, progress: bool) -> Result:
+        """Add the accuracies of variants, by their titles, on the episodes of a result."""
+        accuracies = evaluate_episodes(
+            self._model,
+            self._images,
+            variants.values(),
+            _drawing(self._images, result),
+            result.episodes,
+            dtype=self._dtype,
+            plain_features=None if all(variant.adapt for variant in variants.values()) else self._features,
+            description=result.title if progress else None,
+        )
+        added = {title: accuracies[variant] for title, variant in variants.items()}
+        return replace(result, scores={**result.scores, **added})
 
 
 @dataclass(frozen=True)
@@ -348,7 +373,7 @@ def _prepare_plots(folder: Path, settings: Settings) -> None:
 
 def _columns(compared: Compared, device: torch.device) -> _Columns:
     """Load what is compared."""
-    frozen, trained = open_methods(compared.methods)
+    frozen, trained = _open_methods(compared.methods)
     if trained and compared.image_size is not None:
         raise ValueError("--image-size is for checkpoints: a trained method has the size that it was trained at")
     checkpoints: dict[str, SimpleCNAPS] = {name: load_checkpoint(name).to(device) for name in compared.names}
@@ -364,6 +389,36 @@ def _columns(compared: Compared, device: torch.device) -> _Columns:
                 columns.published[columns.headings[name][title]] = method
     _add_methods(columns, first, frozen, {title: baseline.to(device) for title, baseline in trained.items()})
     return columns
+
+
+def _open_methods(methods: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Baseline]]:
+    """Open methods for a checkpoint's frozen network, and trained methods, both by the headings of their rows.
+
+    Each is a name of ``METHODS`` or the folder of a method that ``meta-train --method`` trained. ValueError if it is
+    neither, needs training, or is named twice; CheckpointError if the folder cannot be read.
+    """
+    frozen: dict[str, Variant] = {}
+    trained: dict[str, Baseline] = {}
+    for method in methods:
+        kind = METHODS.get(method)
+        if kind is None and not Path(method).is_dir():
+            raise ValueError(f"there is no method {method!r} and no such folder: methods are {', '.join(METHODS)}")
+        if kind is not None and kind.needs_training:
+            raise ValueError(
+                f"{method} needs training: `meta-train --method {method} -o RUN`, then `--method RUN/best`"
+            )
+        if kind is None:
+            baseline = read_baseline(Path(method))
+            title = baseline.head.title
+            twice = title in trained
+            trained[title] = baseline
+        else:
+            title = f"{kind.title}, frozen network" if kind.trains_network else kind.title
+            twice = title in frozen
+            frozen[title] = Variant(False, method)
+        if twice:
+            raise ValueError(f"two methods are called {title!r}: evaluate them one by one")
+    return frozen, trained
 
 
 def _add_methods(columns: _Columns, first: str, frozen: dict[str, Variant], trained: dict[str, Baseline]) -> None:

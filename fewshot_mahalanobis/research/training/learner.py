@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,11 +14,11 @@ from torch.nn import functional as F
 from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.networks.efficientnet import EfficientNet, EfficientNetLayers
+from fewshot_mahalanobis.networks.pooling import Maps, Pooling, Statistic
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines.model import Baseline
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.training.lite import lite_logits
-from fewshot_mahalanobis.research.training.pooling import LearnedPooling
 
 Model = TypeVar("Model", SimpleCNAPS, Baseline)
 
@@ -63,6 +64,41 @@ class Learner(nn.Module, Generic[Model]):
     def save(self, folder: Path) -> None:
         """Write the model in float16."""
         raise NotImplementedError
+
+
+class LearnedPooling(Pooling):
+    """The same pooling with learned weights and exponents, each by its logarithm; those of 1 stay.
+
+    So the first part keeps the scale of the features, and a plain mean remains one.
+    """
+
+    def __init__(self, pooling: Pooling) -> None:
+        super().__init__(pooling.statistics)
+        self.logs = nn.ModuleList(nn.ParameterDict() for _ in pooling.statistics)
+        for statistic, logs in zip(pooling.statistics, self.logs, strict=True):
+            for name in ("weight", "exponent"):
+                if (value := getattr(statistic, name)) != 1:
+                    cast(nn.ParameterDict, logs)[name] = nn.Parameter(torch.tensor(value).log())
+
+    def forward(self, maps: Maps) -> Tensor:
+        """Maps (n, C, h, w) -> features (n, d), float32; gradients flow to weights and exponents."""
+        return torch.cat([statistic(maps) for statistic in self._learned()], dim=1)
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Put what was learned into :attr:`statistics`."""
+        self.statistics = tuple(
+            msgspec.structs.replace(statistic, weight=float(statistic.weight), exponent=float(statistic.exponent))
+            for statistic in self._learned()
+        )
+
+    def _learned(self) -> list[Statistic]:
+        """Statistics whose learned values are tensors."""
+        logs = cast("list[nn.ParameterDict]", [*self.logs])
+        return [
+            msgspec.structs.replace(statistic, **{name: log.exp() for name, log in of_statistic.items()})
+            for statistic, of_statistic in zip(self.statistics, logs, strict=True)
+        ]
 
 
 class CNAPSLearner(Learner[SimpleCNAPS]):

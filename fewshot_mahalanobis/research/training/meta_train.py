@@ -48,7 +48,7 @@ from fewshot_mahalanobis.research.training.run import (
     stopped_between_steps,
 )
 from fewshot_mahalanobis.research.training.tasks import Task, TrainingTasks, ValidationTasks
-from fewshot_mahalanobis.research.training.validation import better_on_most, validate
+from fewshot_mahalanobis.research.training.validation import better_on_most, validate, validation_due
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
@@ -81,12 +81,6 @@ def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:
         return recipe.learning_rate
     warm = max(1, steps // 20)
     return recipe.learning_rate * min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
-def validation_due(step: int, recipe: MetaTrainRecipe) -> bool:
-    """Whether step ``step`` (from 0) completes a multiple of ``validate_every`` tasks."""
-    before = step * recipe.tasks_per_step
-    return (before + recipe.tasks_per_step) // recipe.validate_every > before // recipe.validate_every
 
 
 def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:

@@ -14,11 +14,18 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.research.model import EpisodicModel
+from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.research.training.run import ignore_stop_signals
 from fewshot_mahalanobis.research.training.tasks import ValidationTasks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+def validation_due(step: int, recipe: MetaTrainRecipe) -> bool:
+    """Whether step ``step`` (from 0) completes a multiple of ``validate_every`` tasks."""
+    before = step * recipe.tasks_per_step
+    return (before + recipe.tasks_per_step) // recipe.validate_every > before // recipe.validate_every
 
 
 def better_on_most(accuracies: Mapping[str, float], best: Mapping[str, float] | None) -> bool:

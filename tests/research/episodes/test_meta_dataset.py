@@ -26,7 +26,6 @@ from fewshot_mahalanobis.research.episodes.sampling import (
     episode_rng,
     evaluation_episodes,
 )
-from fewshot_mahalanobis.research.episodes.statistics import plot_ways_and_shots
 
 
 def source_of(sizes: Sequence[int], hierarchy: Hierarchy | None = None, name: str = "drawn/test") -> ImageSource:
@@ -366,11 +365,3 @@ def test_sources_without_an_episode_are_errors_that_say_why():
         EpisodeLimits(min_way=6, max_way=5)
     with pytest.raises(ValueError, match="must be positive"):
         EpisodeLimits(max_queries=0)
-
-
-def test_ways_and_shots_are_plotted(tmp_path):
-    pytest.importorskip("matplotlib")
-    episodes = VariableEpisodes(source_of([9] * 12))
-    path = tmp_path / "episodes.png"
-    plot_ways_and_shots({"a": [episodes.draw(i) for i in range(5)], "b": [episodes.draw(i) for i in range(5, 9)]}, path)
-    assert path.read_bytes().startswith(b"\x89PNG")

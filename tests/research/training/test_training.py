@@ -29,7 +29,6 @@ from fewshot_mahalanobis.research.training.meta_train import (
     meta_train,
     scale_features_,
     starting_learner,
-    validation_due,
 )
 from fewshot_mahalanobis.research.training.pretrain import (
     TEACHER_WEIGHT,
@@ -44,7 +43,7 @@ from fewshot_mahalanobis.research.training.pretrain import (
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe
 from fewshot_mahalanobis.research.training.run import RunFolder, open_training_source, resnet18_weights
 from fewshot_mahalanobis.research.training.tasks import TrainingTasks
-from fewshot_mahalanobis.research.training.validation import better_on_most
+from fewshot_mahalanobis.research.training.validation import better_on_most, validation_due
 from tests.research.training.small import PRETRAIN, draw_colours, meta_recipe
 from tests.tiny import task_representation
 
