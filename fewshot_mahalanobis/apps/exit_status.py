@@ -25,10 +25,13 @@ def exit_after(command: Callable[[], object]) -> NoReturn:
         status = stop.code
     except KeyboardInterrupt:
         status = INTERRUPTED
-    except OSError as error:
-        if error.errno is None or error.filename is not None:  # a file has a name, standard output none
+    except Exception as error:
+        if _interrupted(error):
+            status = INTERRUPTED
+        elif isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            problem = error  # of standard output: a file would have a name
+        else:
             raise
-        problem = error
     problem = problem or _output_problem()
     if problem is not None:
         if not isinstance(problem, BrokenPipeError):
@@ -36,6 +39,15 @@ def exit_after(command: Callable[[], object]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries once more when it ends
         status = INTERRUPTED if status == INTERRUPTED else 1
     sys.exit(status)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether an error arose from Ctrl-C: Python's own locks raise one if it comes while they are being taken."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _output_problem() -> OSError | None:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,6 +120,33 @@ def test_ctrl_c_ends_each_command_with_130_and_leaves_what_was_there(
     assert left == {"old"}
     assert (tmp_path / "old").read_text() == "old"
     assert not list(tmp_path.rglob(".saving-*"))
+
+
+def test_an_error_that_ctrl_c_causes_on_its_way_out_is_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    lock = threading.Condition()
+
+    def interrupted_while_it_waits() -> None:
+        with lock:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                lock.release()  # so the condition has nothing to release: RuntimeError, as in an interrupted wait()
+
+    with pytest.raises(SystemExit) as stop:
+        exit_after(interrupted_while_it_waits)
+    assert stop.value.code == 130
+    assert not capsys.readouterr().err
+
+
+def test_an_error_after_a_handled_one_is_no_ctrl_c() -> None:
+    def fails() -> None:
+        try:
+            raise KeyError
+        except KeyError:
+            raise RuntimeError("of its own") from None
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        exit_after(fails)
 
 
 @pytest.mark.parametrize("command", [["app", "--checkpoint", "resnet18"], ["review", "MODEL", "PHOTOS"]])
