@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fewshot_mahalanobis.adapted_features import AdaptedFeatures as AdaptedFeatures
     from fewshot_mahalanobis.checkpoints import available_checkpoints as available_checkpoints
     from fewshot_mahalanobis.checkpoints.load import load_checkpoint as load_checkpoint
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier as SimpleCNAPSClassifier
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 #: Public name -> module that has it. It is imported when the name is first used (PEP 562), so that importing the
 #: package, and ``fewshot-mahalanobis --help``, does not load PyTorch.
 _MODULES = {
+    "AdaptedFeatures": "adapted_features",
     "AutoHead": "heads",
     "CosineHead": "heads",
     "DotProductHead": "heads",

@@ -3,36 +3,32 @@
     fit:      support images  ->  network adapted to them  ->  features (n, d)  ->  head fitted to them
     predict:  query images    ->  features (m, d)  ->  logits (m, k)  ->  label
 
-``fit`` and the way from images to features are here; ``predict`` and its like, from features to labels, are
+``fit`` is here. The way from images to features is :class:`~fewshot_mahalanobis.adapted_features.AdaptedFeatures`;
+``predict`` and its like, from features to labels, are
 :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
 from torch import nn
 
+from fewshot_mahalanobis.adapted_features import AdaptedFeatures, FittedNetwork, features_of_batches
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState
-from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.heads import make_head
 from fewshot_mahalanobis.images.collection import labelled_pairs
-from fewshot_mahalanobis.images.decode import ImageBatches
-from fewshot_mahalanobis.images.errors import ImageError
-from fewshot_mahalanobis.images.same_picture import same_pictures, small_pictures
-from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
+from fewshot_mahalanobis.images.same_picture import same_pictures, with_small_pictures
+from fewshot_mahalanobis.networks.devices import choose_dtype
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.support_set.calibration import check_settings
@@ -52,27 +48,36 @@ from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, output_labels
 from fewshot_mahalanobis.support_set.warn import warn_caller
 
 
-class _Fitted(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Fitted(FittedNetwork):
     """What ``fit`` learns. ``partial_fit`` makes another one."""
 
-    device: torch.device
-    model: SimpleCNAPS
-    precision: str
-    task: AdaptedTask
+    fitted_head: FittedHead
+    unadapted: AdaptedNetwork | None  # the network as pretrained, if the outlier score compares its features too
     allowed: NDArray[Any] | None = None  # every class that may occur, if partial_fit was told
-    pictures: torch.Tensor | None = None  # small pictures of the support images, for copies; they are not kept in files
-    names: list[str | None] | None = None  # paths of the support images, or None; they are not kept in files
+    pictures: torch.Tensor | None = None  # small pictures of the support images, for copies; not in files and pickles
+    names: list[str | None] | None = None  # paths of the support images, or None; not in files and pickles
+
+    @cached_property
+    def task(self) -> AdaptedTask:
+        """The adapted network and the fitted head."""
+        return AdaptedTask(self.network, self.fitted_head, self.unadapted)
+
+    def kept(self) -> dict[str, Any]:
+        """Return what a pickle keeps, on the CPU."""
+        return {**super().kept(), "fitted_head": self.fitted_head, "allowed": self.allowed}
 
     @classmethod
-    def restored(cls, state: ClassifierState) -> _Fitted:
-        """Of a state whose parts are on one device; the networks are folded again."""
-        model, dtype = state.model, choose_dtype(state.precision, state.model)
-        unadapted = None if state.fitted_head.support.unadapted is None else model.with_film(None, dtype)
-        task = AdaptedTask(model.with_film(state.film, dtype), state.fitted_head, unadapted)
-        return cls(model.device, model, state.precision, task)
+    def restored(cls, kept: dict[str, Any]) -> _Fitted:
+        """Undo :meth:`kept`, on the device that it names."""
+        adapted = FittedNetwork.restored(kept)
+        fitted_head = kept["fitted_head"].to(adapted.device)
+        compared = fitted_head.support.unadapted is not None
+        unadapted = adapted.model.with_film(None, adapted.network.dtype) if compared else None
+        return cls(**vars(adapted), fitted_head=fitted_head, unadapted=unadapted, allowed=kept["allowed"])
 
 
-class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, TransformerMixin, BaseEstimator):
+class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     """Image classifier that learns its classes from a few images each, in one forward pass.
 
     Fitting adapts a pretrained network to the support images by FiLM layers and describes each class by a Gaussian of
@@ -85,8 +90,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     tensors are uint8, or float in [0, 1]. EXIF orientation and colour profile are applied, transparent pixels become
     white, and each image is resized to a square.
 
-    ``predict``, ``predict_proba`` and what else says something of a label are inherited from
-    :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`, which reads the features that this class makes.
+    The features are those of :class:`AdaptedFeatures`. ``predict``, ``predict_proba`` and what else says something of a
+    label are inherited from :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`, which reads them.
 
     Parameters
     ----------
@@ -238,64 +243,47 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         self, X: Any, y: ArrayLike | None, groups: Iterable[Any] | None, allowed: NDArray[Any] | None
     ) -> SimpleCNAPSClassifier:
         # What is wrong is found before the network runs.
-        device = choose_device(self.device)
-        check_precision(self.precision)
-        model = self._model_on(device)
-        dtype = choose_dtype(self.precision, model)
-        head = make_head(self.head, model.config, model.head).to(device)
-        batches = self._batches(X, model.image_size, device, progress="fit")
+        model, batches = self._model_and_batches(X)
+        head = make_head(self.head, model.config, model.head).to(model.device)
         labels, names = checked_labels(y, batches.n_images), checked_groups(groups, batches.n_images)
-        codes = self._check_classes(labels, allowed)
+        self._check_classes(labels, allowed)
         check_settings(self.temperature, self.false_rejection_rate)
 
         # Images -> adapted network.
-        images, seen = batches.several_times(dtype), list[torch.Tensor]()
-        adapted = partial(model.adapted_network, images, torch.from_numpy(codes), adapt=self.adapt, dtype=dtype)
-        network, batch_size = within_memory(lambda size: adapted(batch_size=size), batches.batch_size)
+        dtype, pictures = choose_dtype(self.precision, model), list[torch.Tensor]()
+        images = batches.several_times(dtype)
+        network, batch_size = self._adapted_network(model, images, dtype, batches.batch_size)
         unadapted = model.with_film(None, dtype) if self.unknown_label is not None and network.film else None
 
         # Adapted network -> features -> fitted head.
-        support = Features.joined([*_features(_with_pictures(images, seen), network, unadapted, batch_size)])
-        pictures = torch.cat(seen)
-        copies = same_pictures(pictures, support.adapted)
+        seen = with_small_pictures(images, pictures)
+        support = Features.joined([*features_of_batches(seen, network, unadapted, batch_size)])
+        small = torch.cat(pictures)
+        copies = same_pictures(small, support.adapted)
         fitted_head = self._fit_head(head, support, labels, names, copies, batches.name)
 
-        task = AdaptedTask(network, fitted_head, unadapted)
-        self._fitted = _Fitted(device, model, self.precision, task, allowed, pictures, batches.names())
+        self._fitted = _Fitted(
+            model.device, model, self.precision, network, fitted_head, unadapted, allowed, small, batches.names()
+        )
         return self
 
     def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
         if isinstance(X, Features):
             return iter([self._own(X)])
-        batches = self._query_batches(X, method)
-        unadapted = self.task_.unadapted if for_outliers else None
-        return _features(batches, self.task_.network, unadapted, batches.batch_size)
+        batches, fitted = self._query_batches(X, method), self._fitted
+        unadapted = fitted.unadapted if for_outliers else None
+        return features_of_batches(batches, fitted.network, unadapted, batches.batch_size)
 
-    def _model_on(self, device: torch.device) -> SimpleCNAPS:
-        """The pretrained model. It is shared if it is as it is needed: nothing here changes a model."""
-        if isinstance(self.checkpoint, nn.Module) and not isinstance(self.checkpoint, SimpleCNAPS):
-            raise ValueError(
-                f"checkpoint is a {type(self.checkpoint).__name__}, a network without a head: make the checkpoint with "
-                "SimpleCNAPS.from_backbone(network, image_size=..., mean=..., std=...)"
-            )
-        model = self.checkpoint if isinstance(self.checkpoint, SimpleCNAPS) else load_checkpoint(self.checkpoint)
-        if self.image_size is not None:
-            model = model.at_size(self.image_size)
-        if model.training or model.device != device:
-            model = copy.deepcopy(model).eval().to(device)
-        return model
-
-    def _check_classes(self, labels: NDArray[Any], allowed: NDArray[Any] | None) -> NDArray[np.int64]:
-        """Index (n,) of the class of each label; ValueError unless they and ``unknown_label`` can be told apart."""
+    def _check_classes(self, labels: NDArray[Any], allowed: NDArray[Any] | None) -> None:
+        """Raise ValueError unless there are two classes or more, which ``unknown_label`` differs from."""
         check_allowed(labels, allowed)
-        classes, codes = np.unique(labels, return_inverse=True)
+        classes = np.unique(labels)
         if len(classes) < 2 and (allowed is None or len(allowed) < 2):
             raise ValueError(
                 f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}. A stream that "
                 "begins with one class names all of them: partial_fit(X, y, classes=...)"
             )
         output_labels(classes, self.unknown_label)
-        return codes
 
     def partial_fit(
         self,
@@ -333,7 +321,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         allowed = allowed_classes(classes, fitted and fitted.allowed)
         if fitted is None:
             return self._fit(X, y, groups, allowed)
-        before, network, unadapted = self.fitted_head_, fitted.task.network, fitted.task.unadapted
+        before, network, unadapted = self.fitted_head_, fitted.network, fitted.unadapted
         batches = None if isinstance(X, Features) else self._query_batches(X, "partial_fit")
         n, earlier = len(X.adapted) if batches is None else batches.n_images, len(before.labels)
         added = checked_labels(y, n)
@@ -359,7 +347,8 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         if batches is None:
             new = [self._own(X)._replace(unadapted=None) if unadapted is None else self._own(X)]
         else:
-            new = [*_features(_with_pictures(batches, seen), network, unadapted, batches.batch_size)]
+            images = with_small_pictures(batches, seen)
+            new = [*features_of_batches(images, network, unadapted, batches.batch_size)]
         support = Features.joined([old, *new])
         pictures, copies = self._copies(torch.cat(seen) if seen else None, support.adapted)
 
@@ -372,8 +361,9 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         paths = None if batches is None else batches.names()
         if paths is not None or fitted.names is not None:
             paths = [*(fitted.names or [None] * earlier), *(paths or [None] * n)]
-        task = AdaptedTask(network, fitted_head, unadapted)
-        self._fitted = fitted._replace(task=task, allowed=allowed, pictures=pictures, names=paths)
+        self._fitted = replace(
+            fitted, fitted_head=fitted_head, unadapted=unadapted, allowed=allowed, pictures=pictures, names=paths
+        )
         return self
 
     def _copies(
@@ -401,22 +391,6 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
             raise ValueError("these features are of another classifier: compute them by the features() of this one")
         return features.to(self.device_)
 
-    def _query_batches(self, X: Any, name: str) -> ImageBatches:
-        return self._batches(X, self.model_.image_size, self.device_, name)
-
-    def _batches(self, X: Any, size: int, device: torch.device, progress: str) -> ImageBatches:
-        batches = self.image_batches(X, size, progress=progress)
-        # On a CPU the network has all cores, and all of its threads would wait for the one whose core decodes.
-        batches.ahead = device.type != "cpu"
-        return batches
-
-    # ---------------------------------------------------------------- features
-
-    def transform(self, X: Any) -> NDArray[np.float32]:
-        """Adapted features (m, d) of m images."""
-        check_is_fitted(self)
-        return torch.cat([features.adapted for features in self._query_features(X, "transform")]).cpu().numpy()
-
     def features(self, X: Any) -> Features:
         """Features of m images, which ``predict`` and its like and ``partial_fit`` take in place of the images.
 
@@ -433,41 +407,6 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         check_is_fitted(self)
         return Features.joined([*self._query_features(X, "features", for_outliers=True)])
 
-    def image_batches(
-        self,
-        X: Any,
-        size: int | None = None,
-        *,
-        on_error: Callable[[ImageError], object] | None = None,
-        progress: str | None = None,
-    ) -> ImageBatches:
-        """Images as this classifier reads them, by its ``value_range``.
-
-        Parameters
-        ----------
-        X : collection of m images
-        size : int, optional
-            Side of the squares, in pixels; by default that of the network's input.
-        on_error : callable, optional
-            Called with the error of each image that cannot be used, which is then left out.
-        progress : str, optional
-            Name of the progress bar, shown with ``verbose=1``.
-
-        Returns
-        -------
-        ImageBatches
-            An iterable of float32 batches (b, 3, size, size) in [-1, 1].
-        """
-        return ImageBatches(
-            X,
-            self.model_.image_size if size is None else size,
-            batch_size=self.batch_size,
-            n_jobs=self.n_jobs,
-            on_error=on_error,
-            value_range=self.value_range,
-            progress=progress if self.verbose else None,
-        )
-
     def summary(self) -> SupportSummary:
         """Examples a class, leave-one-out accuracy, confusions, and support images that look wrong; ``print`` it.
 
@@ -478,21 +417,6 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     # ---------------------------------------------------------------- attributes
 
     @property
-    def device_(self) -> torch.device:
-        """Where the network runs."""
-        return self._fitted.device
-
-    @property
-    def model_(self) -> SimpleCNAPS:
-        """The pretrained model, unadapted."""
-        return self._fitted.model
-
-    @property
-    def precision_(self) -> str:
-        """``precision`` as it was when the classifier was fitted."""
-        return self._fitted.precision
-
-    @property
     def task_(self) -> AdaptedTask:
         """The adapted network and the fitted head."""
         return self._fitted.task
@@ -500,24 +424,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     @property
     def fitted_head_(self) -> FittedHead:
         """The head fitted to the support set."""
-        return self.task_.fitted_head
-
-    @property
-    def n_features_out_(self) -> int:
-        """Width d of a feature vector."""
-        return self.task_.network.out_features
-
-    @property
-    def _n_features_out(self) -> int:  # for the names that set_output and get_feature_names_out give
-        return self.n_features_out_
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.one_d_array = True  # of paths
-        tags.input_tags.two_d_array = False
-        tags.input_tags.three_d_array = True
-        tags.input_tags.string = True
-        return tags
+        return self._fitted.fitted_head
 
     # ---------------------------------------------------------------- doors to files, Hub, exports and page
 
@@ -702,12 +609,12 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
         pictures = None if support is None else self._query_batches(support, "export_page")
         write_web_page(folder, *self._exported(), title=title, support=pictures, runtime=runtime)
 
-    # ---------------------------------------------------------------- state, of files and of pickles
+    # ---------------------------------------------------------------- state of files
 
     def _state(self) -> ClassifierState:
         """Constructor arguments, model, and what was fitted, for a file."""
         self._check_settings_are_fitted()
-        film = self.task_.network.film
+        film = self._fitted.network.film
         return ClassifierState(self.get_params(deep=False), self.model_, film, self.precision_, self.fitted_head_)
 
     def _exported(self) -> tuple[SimpleCNAPS, AdaptedTask]:
@@ -718,7 +625,7 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
     @classmethod
     def _of(cls, state: ClassifierState) -> SimpleCNAPSClassifier:
         self = cls(**state.parameters)
-        self._fitted = _Fitted.restored(state)
+        self._fitted = _Fitted.restored({**vars(state), "device": state.model.device, "allowed": None})
         return self
 
     def _check_settings_are_fitted(self) -> None:
@@ -735,53 +642,3 @@ class SimpleCNAPSClassifier(ClassNamePrefixFeaturesOutMixin, FittedHeadMixin, Tr
                 f"{now} was set after fit and is not in force: what is written has {then}. Call fit, or partial_fit "
                 "with more images, to apply it"
             )
-
-    def __copy__(self) -> SimpleCNAPSClassifier:
-        """A classifier of its own, which shares the network: nothing changes that."""
-        other = type(self)(**self.get_params(deep=False))
-        if hasattr(self, "_fitted"):
-            other._fitted = self._fitted
-        return other
-
-    def __getstate__(self) -> dict[str, Any]:
-        # On the CPU, for machines without this device. The model and the FiLM parameters give back the folded networks;
-        # pictures and paths stay in this process.
-        state = {name: on_cpu(value) for name, value in super().__getstate__().items()}
-        if "_fitted" in state:
-            film = self.task_.network.film
-            film = None if film is None else film.to(torch.device("cpu"))
-            kept = ClassifierState({}, on_cpu(self.model_), film, self.precision_, self.fitted_head_)
-            state["_fitted"] = self.device_, self._fitted.allowed, kept
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "_fitted" in state:
-            wanted, allowed, kept = state["_fitted"]
-            try:
-                device = choose_device(wanted)
-            except ValueError:
-                device = torch.device("cpu")
-                warnings.warn(f"there is no device {wanted} here: the classifier is on the CPU", stacklevel=2)
-            film = None if kept.film is None else kept.film.to(device)
-            kept = replace(kept, model=kept.model.to(device), film=film, fitted_head=kept.fitted_head.to(device))
-            self._fitted = _Fitted.restored(kept)._replace(allowed=allowed)
-
-
-def _with_pictures(batches: Iterable[torch.Tensor], pictures: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The batches of images; small pictures of each are added to ``pictures``."""
-    for images in batches:
-        pictures.append(small_pictures(images))
-        yield images
-
-
-def _features(
-    batches: Iterable[torch.Tensor], network: AdaptedNetwork, unadapted: AdaptedNetwork | None, batch_size: int
-) -> Iterator[Features]:
-    """Features of each batch by one network or two; ``batch_size`` images are tried at a time, then what has fitted."""
-    for images in batches:
-        adapted, batch_size = within_memory(partial(network.features, images), min(batch_size, len(images)))
-        pretrained = None
-        if unadapted is not None:
-            pretrained, batch_size = within_memory(partial(unadapted.features, images), batch_size)
-        yield Features(adapted, pretrained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import json
 import pickle
@@ -455,7 +456,7 @@ def test_a_fitted_classifier_survives_pickling(
 
 def test_a_pickle_from_an_absent_device_opens_on_the_cpu(fitted: SimpleCNAPSClassifier, queries: Pictures) -> None:
     elsewhere = copy.deepcopy(fitted)
-    elsewhere._fitted = elsewhere._fitted._replace(device=torch.device("cuda:99"))
+    elsewhere._fitted = dataclasses.replace(elsewhere._fitted, device=torch.device("cuda:99"))
     data = pickle.dumps(elsewhere)
     with pytest.warns(UserWarning, match="no device cuda:99 here"):
         again = pickle.loads(data)

@@ -68,8 +68,8 @@ def test_a_walk_that_comes_back_is_detected() -> None:
 
 #: What is entered twice, and why it stays.
 KNOWN = {
-    # ``within_memory`` calls back what the classifier computes: it tries again with smaller batches if memory runs out.
-    (f"{PACKAGE}.classifier", f"{PACKAGE}.networks.devices"),
+    # ``within_memory`` calls back what the estimator computes: it tries again with smaller batches if memory runs out.
+    (f"{PACKAGE}.adapted_features", f"{PACKAGE}.networks.devices"),
 }
 #: The same of batches in threads, which is seen where there is one thread: others are not followed.
 IN_THREADS = {(f"{PACKAGE}.networks.task", f"{PACKAGE}.networks.threads")}

@@ -9,7 +9,7 @@ pictures of different things are told apart however alike a network finds them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["same_pictures", "small_pictures"]
+__all__ = ["same_pictures", "small_pictures", "with_small_pictures"]
 
 #: Side of the small pictures, 7 kB each.
 SIDE = 48
@@ -48,6 +48,13 @@ def small_pictures(images: Tensor) -> Tensor:
     """Images (n, 3, h, w) in [-1, 1] as small pictures, uint8 (n, 3, 48, 48) on the CPU."""
     small = torch.cat([_shrunk(some.cpu().float(), SIDE) for some in images.split(_IMAGES)])
     return small.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8).contiguous()
+
+
+def with_small_pictures(batches: Iterable[Tensor], pictures: list[Tensor]) -> Iterator[Tensor]:
+    """Yield batches of images; small pictures of each batch are added to ``pictures``."""
+    for images in batches:
+        pictures.append(small_pictures(images))
+        yield images
 
 
 def same_pictures(pictures: Tensor, features: Tensor) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_files_in_doubt_go_to_the_unsure_folder(files: list[Path], tmp_path: Pat
     classifier = tiny_classifier(unknown_label="none", false_rejection_rate=0.4)
     kept = classifier.fitted_head_.kept()
     kept["threshold"] = float(np.median(classifier.outlier_score(files)))
-    classifier.task_.fitted_head = FittedHead.from_kept(kept)
+    classifier._fitted = replace(classifier._fitted, fitted_head=FittedHead.from_kept(kept))
     sorted_files, _ = sort_files(classifier, files, tmp_path / "two", min_probability=0)
     unsure = [file.sorted_as.parent.name == UNSURE for file in sorted_files]
     assert unsure == (classifier.predict(files) == "none").tolist()

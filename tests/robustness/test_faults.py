@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis import adapted_features as adapted_features_module
 from fewshot_mahalanobis import classifier as classifier_module
 from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, published, save_checkpoint
 from fewshot_mahalanobis.checkpoints import download as download_module
@@ -65,12 +66,12 @@ def fitted_state(classifier: SimpleCNAPSClassifier) -> dict[str, Any]:
 
 
 def interrupted_at_line(number: int, call: Callable[[], Any]) -> bool:
-    """Call with a Ctrl-C before the given line of classifier.py that is reached; False if fewer are."""
+    """Call with a Ctrl-C before the given line of the classifier's two files that is reached; False if fewer are."""
     reached, outer = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal reached
-        if frame.f_code.co_filename != classifier_module.__file__:
+        if frame.f_code.co_filename not in (classifier_module.__file__, adapted_features_module.__file__):
             return None
         if event == "line":
             reached += 1
@@ -496,8 +497,8 @@ def test_what_cuda_saved_loads_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     loaded = SimpleCNAPSClassifier.load(tmp_path / "saved")
     assert loaded.device_.type == "cpu"
     np.testing.assert_allclose(loaded.decision_function(pictures(5, 2)), expected, rtol=1e-2)
-    real = classifier_module.choose_device
-    monkeypatch.setattr(classifier_module, "choose_device", lambda d: real("nowhere" if "cuda" in str(d) else d))
+    real = adapted_features_module.choose_device
+    monkeypatch.setattr(adapted_features_module, "choose_device", lambda d: real("nowhere" if "cuda" in str(d) else d))
     with pytest.warns(UserWarning, match="no device cuda"):
         again = pickle.loads(data)
     assert {p.device.type for p in again.checkpoint.parameters()} == {"cpu"}
@@ -513,7 +514,7 @@ def _fits_over_and_over() -> tuple[list[bool], list[int]]:
     for number in range(25):
         classifier.fit(support, LABELS).predict(queries)
         classifier.partial_fit(queries[:2], ["blue", "new"])
-        earlier.append(weakref.ref(classifier.task_))
+        earlier.append(weakref.ref(classifier.fitted_head_))
         if number in (4, 24):
             gc.collect()
             files = len(list(open_files.iterdir())) if open_files.is_dir() else 0

@@ -41,6 +41,7 @@ from torch import Tensor
 
 import fewshot_mahalanobis
 from fewshot_mahalanobis import (
+    AdaptedFeatures,
     MahalanobisClassifier,
     RegularizedCovariance,
     SimpleCNAPS,
@@ -379,6 +380,9 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     "predict_log_proba": lambda world, folder: world.fitted.predict_log_proba(world.images[:2]),
     "decision_function": lambda world, folder: world.fitted.decision_function(world.images[:2]),
     "transform": lambda world, folder: world.fitted.transform(world.images[:2]),
+    "AdaptedFeatures": lambda world, folder: (
+        AdaptedFeatures(world.model, device="cpu").fit(world.images).transform(world.images[:2])
+    ),
     "features": lambda world, folder: world.fitted.features(world.images[:2]).adapted,
     "image_batches": lambda world, folder: list(world.fitted.image_batches(world.images[:2])),
     "summary": lambda world, folder: str(world.fitted.summary()),
@@ -432,8 +436,8 @@ def test_every_public_name_and_every_method_of_the_classifiers_is_called_here() 
     called = inspect.getsource(sys.modules[__name__]).partition("def test_")[0]
     heads = {head.__name__ for head in HEADS.values()}
     assert [name for name in fewshot_mahalanobis.__all__ if f"{name}(" not in called and name not in heads] == []
-    for classifier in (SimpleCNAPSClassifier, MahalanobisClassifier):
-        own = vars(classifier).items()
+    for estimator in (SimpleCNAPSClassifier, MahalanobisClassifier, AdaptedFeatures):
+        own = vars(estimator).items()
         methods = [name for name, value in own if isinstance(value, FunctionType | classmethod) and name[0] != "_"]
         assert [name for name in methods if f".{name}(" not in called] == []
 
