@@ -41,6 +41,7 @@ from fewshot_mahalanobis.gaussians.covariance import (
 from fewshot_mahalanobis.gaussians.low_rank import (
     MAX_CHUNK_NUMBERS,
     MIN_ROUNDINGS,
+    Metric,
     SharedCovariance,
     roots_of_scatter,
 )
@@ -209,20 +210,55 @@ def leave_one_out_distance(
         As ``RegularizedCovariance`` raises, and if an example outweighs the others so far that its removal is lost to
         rounding.
     """
-    counts = check_support(features, labels)
-    with full_precision(features):
-        x = features.to(working_dtype(features))
-        centre = x.mean(dim=0)
-        x = x - centre
-        batches = class_batches(x, labels, counts, centre, settings)
-        distances = x.new_full((len(x), len(counts)), torch.inf)
-        for removal in removals(labels, counts, joined_groups(groups)):
-            without = _Without(removal, x, labels, counts, centre, settings)
-            for batch in batches:
-                distances[removal.rows.flatten()[:, None], batch.classes] = without.to_other_classes(batch)
-            for members, classes, own in without.to_own_classes():
-                distances[members, classes[:, None]] = own
-        return distances.to(result_dtype(features))
+    return DistancesWithout(settings, features, labels, groups).at(settings.ridge)
+
+
+class DistancesWithout:
+    """:func:`leave_one_out_distance` for any beta in place of the settings': what beta does not change is kept."""
+
+    def __init__(
+        self, settings: CovarianceSettings, features: Tensor, labels: Tensor, groups: Tensor | None = None
+    ) -> None:
+        counts = check_support(features, labels)
+        with full_precision(features):
+            x = features.to(working_dtype(features))
+            centre = x.mean(dim=0)
+            x = x - centre
+            self.batches = class_batches(x, labels, counts, centre, settings)
+            self.parts = [
+                _Without(removal, x, labels, counts, centre, settings)
+                for removal in removals(labels, counts, joined_groups(groups))
+            ]
+        self.features, self.classes = features, len(counts)
+
+    def at(self, beta: float) -> Tensor:
+        """Squared distances (n, k) for this beta."""
+        with full_precision(self.features):
+            dtype = working_dtype(self.features)
+            distances = self.features.new_full((len(self.features), self.classes), torch.inf, dtype=dtype)
+            for without in self.parts:
+                rows = without.removal.rows.flatten()[:, None]
+                for batch in self.batches:
+                    distances[rows, batch.classes] = without.to_other_classes(batch, beta)
+                for members, classes, own in without.to_own_classes(beta):
+                    distances[members, classes[:, None]] = own
+            return distances.to(result_dtype(self.features))
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnClasses:
+    """P pairs of one of G groups and a class of which it holds examples, in a table (k', w) with a row for each class.
+
+    The first pair of a class fills what is empty in its row.
+    """
+
+    batch: ClassBatch  # Sigma_k with the divisor of those that remain, still of all examples
+    remaining: int  # examples that remain of each class
+    row: Tensor  # (P,)
+    column: Tensor  # (P,)
+    groups: Tensor  # (k', w)
+    of_class: Tensor | None  # (k', w, g), 1.0 for members of the class, else 0.0; None where Sigma_k does not change
+    inverse_weights: Tensor  # (k', w, r, r)
 
 
 class _Without:
@@ -252,79 +288,89 @@ class _Without:
             self.inverse_weights = removal.inverse_weights()
         empty = settings.without_shared or divisor < 1  # nothing remains of S
         self.shared = SharedCovariance(x[:0], 0.0) if empty else SharedCovariance(self.vectors, 1.0 / divisor)
+        self.emptied, self.own = self._own_classes()
 
-    def to_other_classes(self, batch: ClassBatch) -> Tensor:
-        """Distances (G g, k') of the members to a batch of classes of which the groups hold no example."""
-        metric, removed = batch.metric(self.shared, self.settings.ridge), self._removed(batch)
-        size, columns = self.removal.rows.shape[1], []
-        step = max(1, MAX_CHUNK_NUMBERS // (size * (metric.numbers_per_query() + size * len(metric.means))))
-        for rows, inverse_weights in zip(self.removal.rows.split(step), self.inverse_weights.split(step), strict=True):
-            distance = metric.squared_distance(self.x[rows.flatten()])
-            if removed:
-                gram, cross = metric.inner_products(self.vectors[rows], self.x[rows])
-                t = removal_solve(inverse_weights[:, None] - removed * gram, math.sqrt(removed) * cross)
-                distance = distance + t.square().sum(dim=2).transpose(1, 2).flatten(0, 1)
-            columns.append(distance)
-        return torch.cat(columns)
-
-    def to_own_classes(self) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
-        """Yield rows (P, g) of groups, classes (P,) of which they hold examples, and distances (P, g) to these."""
-        removal = self.removal
+    def _own_classes(self) -> tuple[tuple[Tensor, Tensor], list[_OwnClasses]]:
+        """Classes of which the groups hold examples: rows (P, g) and classes (P,) if none remains, then the others."""
+        removal, found = self.removal, []
         again = _same(removal.labels).tril(-1).any(dim=2)  # a member that is not the first of its class
         group, member = (~again).nonzero().T
         classes = removal.labels[group, member]
         sizes = torch.stack([removal.shots[group, member], removal.remaining[group, member]], dim=1)
         for shots, remaining in sizes.unique(dim=0).tolist():
             pairs = (sizes == sizes.new_tensor([shots, remaining])).all(dim=1)
-            rows, own = removal.rows[group[pairs]], classes[pairs]
-            if remaining == 0:
-                yield rows, own, torch.inf
-            elif remaining == 1:
-                yield rows, own, self._to_classes_of_one(group[pairs], own, shots)
-            else:
-                yield rows, own, self._to_classes_of_more(group[pairs], own, shots, remaining)
+            if remaining == 1:
+                found.append(self._classes_of_one(group[pairs], classes[pairs], shots))
+            elif remaining > 1:
+                found.append(self._classes_of_more(group[pairs], classes[pairs], shots, remaining))
+        emptied = sizes[:, 1] == 0
+        return (removal.rows[group[emptied]], classes[emptied]), found
 
-    def _to_classes_of_one(self, group: Tensor, classes: Tensor, shots: int) -> Tensor:
-        """Distances (P, g) of groups (P,) to classes (P,) of which one of ``shots`` examples remains."""
-        rows, members = self.removal.rows[group], rows_of_classes(self.labels, self.counts, classes, shots)
-        remaining = members[~(members[:, :, None] == rows[:, None]).any(dim=2)]
+    def _classes_of_one(self, group: Tensor, classes: Tensor, shots: int) -> _OwnClasses:
+        """Pairs (P,) of groups and classes of which one of ``shots`` examples remains, which is the class."""
+        members = rows_of_classes(self.labels, self.counts, classes, shots)
+        remaining = members[~(members[:, :, None] == self.removal.rows[group][:, None]).any(dim=2)]
         batch = class_batch(self.x[remaining][:, None], classes, self.centre, self.settings)
-        metric = batch.metric(self.shared, self.settings.ridge)
-        delta = metric.coordinates(self.x[rows]) - metric.mean_coordinates()
-        u = math.sqrt(self._removed(batch)) * metric.coordinates(self.vectors[rows])
-        return _downdated(delta, u, self.inverse_weights[group])
+        row = torch.arange(len(group), device=group.device)
+        return _OwnClasses(
+            batch, 1, row, torch.zeros_like(row), group[:, None], None, self.inverse_weights[group][:, None]
+        )
 
-    def _to_classes_of_more(self, group: Tensor, classes: Tensor, shots: int, remaining: int) -> Tensor:
-        """Distances (P, g) of groups (P,) to classes (P,) of which several of ``shots`` examples remain."""
-        classes, place, numbers = classes.unique(return_inverse=True, return_counts=True)
-        # A table (k', w) of the pairs of each class, in which its first fills what is empty.
-        order, starts = place.argsort(stable=True), numbers.cumsum(0) - numbers
-        slots = torch.arange(len(group), device=group.device) - starts.repeat_interleave(numbers)
-        table = order[starts, None].repeat(1, int(numbers.max()))
-        table[place[order], slots] = order
-        group = group[table]  # (k', w)
+    def _classes_of_more(self, group: Tensor, classes: Tensor, shots: int, remaining: int) -> _OwnClasses:
+        """Pairs (P,) of groups and classes of which several of ``shots`` examples remain."""
+        classes, row, numbers = classes.unique(return_inverse=True, return_counts=True)
+        order, starts = row.argsort(stable=True), numbers.cumsum(0) - numbers
+        column = torch.empty_like(row)
+        column[order] = torch.arange(len(group), device=group.device) - starts.repeat_interleave(numbers)
+        groups = group[order[starts], None].repeat(1, int(numbers.max())).index_put((row, column), group)  # (k', w)
 
         members = self.x[rows_of_classes(self.labels, self.counts, classes, shots)]  # (k', n_k, d)
         weight = self.settings.class_weight(float(remaining))
         roots = roots_of_scatter(members, remaining - 1) if weight else members[:, :0]
         batch = ClassBatch(classes, members.mean(dim=1), roots, weight)
-        metric = batch.metric(self.shared, self.settings.ridge)
-        rows = self.removal.rows[group]  # (k', w, g)
-        v, vectors = (
-            metric.coordinates(z[rows].flatten(1, 2)).unflatten(1, rows.shape[1:]) for z in (self.x, self.vectors)
-        )
-        v = v - metric.mean_coordinates()[:, None]
-        of_own = (self.removal.labels[group] == classes[:, None, None]).to(v)
-        own_v = of_own[..., None] * v
-        delta = v + own_v.sum(dim=2, keepdim=True) / remaining  # x less the mean of those that remain
-        u = [math.sqrt(weight / (remaining - 1)) * own_v, math.sqrt(self._removed(batch)) * vectors]
-        g = rows.shape[2]
-        inverse_weights = v.new_zeros(*rows.shape[:2], 2 * g, 2 * g)
-        identity = torch.eye(g, dtype=v.dtype, device=v.device)
-        inverse_weights[..., :g, :g] = identity - of_own[..., None] * of_own[..., None, :] / shots
-        inverse_weights[..., g:, g:] = self.inverse_weights[group]
-        found = _downdated(delta, torch.cat(u, dim=2), inverse_weights)
-        return found[place[order], slots][order.argsort()]
+        of_class = (self.removal.labels[groups] == classes[:, None, None]).to(members)
+        size = of_class.shape[2]
+        inverse_weights = members.new_zeros(*groups.shape, 2 * size, 2 * size)
+        identity = torch.eye(size, dtype=members.dtype, device=members.device)
+        inverse_weights[..., :size, :size] = identity - of_class[..., None] * of_class[..., None, :] / shots
+        inverse_weights[..., size:, size:] = self.inverse_weights[groups]
+        return _OwnClasses(batch, remaining, row, column, groups, of_class, inverse_weights)
+
+    def to_other_classes(self, batch: ClassBatch, beta: float) -> Tensor:
+        """Distances (G g, k') of the members to a batch of classes of which the groups hold no example."""
+        metric, removed = batch.metric(self.shared, beta), self._removed(batch)
+        size, columns = self.removal.rows.shape[1], []
+        step = max(1, MAX_CHUNK_NUMBERS // (size * (metric.numbers_per_query() + size * len(metric.means))))
+        for rows, inverse_weights in zip(self.removal.rows.split(step), self.inverse_weights.split(step), strict=True):
+            x = self.x[rows]
+            distance = metric.squared_distance(x.flatten(0, 1))
+            if removed:
+                gram, cross = metric.inner_products(x if self.vectors is self.x else self.vectors[rows], x)
+                t = removal_solve(inverse_weights[:, None] - removed * gram, math.sqrt(removed) * cross)
+                distance = distance + t.square().sum(dim=2).transpose(1, 2).flatten(0, 1)
+            columns.append(distance)
+        return torch.cat(columns)
+
+    def to_own_classes(self, beta: float) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
+        """Yield rows (P, g) of groups, classes (P,) of which they hold examples, and distances (P, g) to these."""
+        yield *self.emptied, torch.inf
+        for own in self.own:
+            metric = own.batch.metric(self.shared, beta)
+            x, vectors = self._coordinates(metric, self.removal.rows[own.groups])
+            delta, u = x - metric.mean_coordinates()[:, None], math.sqrt(self._removed(own.batch)) * vectors
+            if own.of_class is not None:
+                v = own.of_class[..., None] * delta
+                delta = delta + v.sum(dim=2, keepdim=True) / own.remaining  # x less the mean of those that remain
+                u = torch.cat([math.sqrt(own.batch.class_weight / (own.remaining - 1)) * v, u], dim=2)
+            distances = _downdated(delta, u, own.inverse_weights)[own.row, own.column]
+            yield self.removal.rows[own.groups[own.row, own.column]], own.batch.classes[own.row], distances
+
+    def _coordinates(self, metric: Metric, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The members in ``rows`` (k', w, g) and their vectors, (k', w, g, p), where Q_k is the identity."""
+        x = metric.coordinates(self.x[rows].flatten(1, 2)).unflatten(1, rows.shape[1:])
+        if self.vectors is self.x:
+            return x, x
+        return x, metric.coordinates(self.vectors[rows].flatten(1, 2)).unflatten(1, rows.shape[1:])
 
     def _removed(self, batch: ClassBatch) -> float:
         """Factor of V^T A V in what is taken off the covariances of a batch."""
@@ -440,11 +486,11 @@ def choose_beta(
     if variance == 0.0 or examples == 0.0:
         return replace(settings, beta=variance or 1.0)
 
-    def at(exponent: float) -> CovarianceSettings:
-        return replace(settings, beta=10.0**exponent * variance)
+    without = DistancesWithout(settings, features, labels, groups)
 
     def loss(exponent: float) -> float:
-        distance = leave_one_out_distance(at(exponent), features, labels, groups)
+        distance = without.at(10.0**exponent * variance)
         return examples * temperature_fit(-distance, labels, 1.0, weights).loss
 
-    return at(BETA_PRIOR.mode([loss(exponent) for exponent in BETA_PRIOR.candidates]))
+    exponent = BETA_PRIOR.mode([loss(exponent) for exponent in BETA_PRIOR.candidates])
+    return replace(settings, beta=10.0**exponent * variance)

@@ -251,7 +251,8 @@ class LowRankMetric:
         matrices: Q_k^-1 = T^T (I - G_k^T G_k) T.
         """
         size, reduction = u.shape[1], self.ridge.reduction
-        w_u, w_x = self.whitening(u.flatten(0, 1)), self.whitening(x.flatten(0, 1))
+        w_u = self.whitening(u.flatten(0, 1))
+        w_x = w_u if x is u else self.whitening(x.flatten(0, 1))
         along_u, along_x = ((w @ reduction.flatten(0, 1).T).unflatten(1, reduction.shape[:2]) for w in (w_u, w_x))
         w_u, w_x = w_u[:, None], w_x[:, None]
         to_means = (w_u[:, 0] @ self.means.T).unflatten(0, (-1, size)).transpose(1, 2)[..., None]  # (G, k', g, 1)
