@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis import EuclideanHead, MahalanobisHead, RegularizedCovariance, SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.networks.task import AdaptedNetwork
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.research.evaluation.result import Accuracy
@@ -99,7 +100,7 @@ def digits(size: int, images: int) -> ImageSource:
 
 
 def features_of(model: SimpleCNAPS, source: ImageSource) -> Tensor:
-    network = model.with_film()
+    network = AdaptedNetwork(model.feature_extractor)
     parts = np.array_split(np.arange(len(source.labels)), math.ceil(len(source.labels) / 16))
     return torch.cat([network.features(source.network_input(part)) for part in parts])
 

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _measure(model: SimpleCNAPS, source: ImageSource, episode: Episode) -> dict[str, float]:
-    labels, dtype = torch.from_numpy(episode.support_labels), choose_dtype("auto", model)
+    labels, dtype = torch.from_numpy(episode.support_labels), choose_dtype("auto", model.feature_extractor)
     support, queries = source.network_input(episode.support), source.network_input(episode.query)
     predicted = {}
     for method, adapt in ((OURS, True), (FROZEN, False)):

@@ -26,6 +26,7 @@ from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.images.same_picture import same_pictures, small_pictures
 from fewshot_mahalanobis.networks.devices import choose_dtype
+from fewshot_mahalanobis.networks.simple_cnaps import adapted_network
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.research.evaluation.tables import markdown_table
@@ -50,14 +51,14 @@ class Task(NamedTuple):
 
 def features(model: SimpleCNAPS, source: ImageSource, n: int, first: int) -> Iterator[dict[str, Any]]:
     """Labels and adapted features of tasks ``first`` to ``n``: few images, many images, and queries by the many."""
-    dtype = choose_dtype("auto", model)
+    dtype = choose_dtype("auto", model.feature_extractor)
     episodes = FixedEpisodes(source, min(5, len(source.class_names)), MANY, QUERIES, seed=0)
     for index in tqdm(range(first, n), source.name):
         episode = episodes.draw(index)
         labels, images = torch.from_numpy(episode.support_labels), source.network_input(episode.support)
         few = torch.cat([(labels == label).nonzero()[:FEW, 0] for label in range(episode.way)])
-        by_few = model.adapted_network(images[few], labels[few], dtype=dtype)
-        by_many = model.adapted_network(images, labels, dtype=dtype)
+        by_few = adapted_network(model, images[few], dtype=dtype)
+        by_many = adapted_network(model, images, dtype=dtype)
         yield {
             "few": _support(by_few.features(images[few]), images[few], labels[few]),
             "many": _support(by_many.features(images), images, labels),

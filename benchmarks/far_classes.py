@@ -51,7 +51,7 @@ def features(
     model: SimpleCNAPS, source: ImageSource, others: Sequence[ImageSource], n: int, first: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Labels and features of episodes ``first`` to ``n``: support, then known, near and far queries."""
-    dtype = choose_dtype("auto", model)
+    dtype = choose_dtype("auto", model.feature_extractor)
     episodes = FixedEpisodes(source, 2 * WAY, SHOT, QUERIES, seed=0)
     for index in tqdm(range(first, n), desc=source.name):
         rng = np.random.default_rng((1, index))

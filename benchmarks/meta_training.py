@@ -20,6 +20,7 @@ from benchmarks import plain
 from benchmarks.record import Record, Table
 from benchmarks.timing import Times, extra_megabytes, in_own_process, ratio, take_turns
 from fewshot_mahalanobis import SimpleCNAPS
+from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.research.episodes.meta_dataset import TRAINING, draw_shots, queries_per_class
 from fewshot_mahalanobis.research.training.learner import CNAPSLearner
@@ -102,7 +103,7 @@ def _logits(loop: str, model: SimpleCNAPS) -> Callable[..., Tensor]:
     network = CNAPSLearner(model.to(memory_format=torch.channels_last), LITE if loop == "lite" else None)
 
     def logits(*episode: Tensor) -> Tensor:
-        with autocast(model.device, torch.float32 if loop == "float32" else torch.bfloat16):
+        with autocast(device_of(model), torch.float32 if loop == "float32" else torch.bfloat16):
             return network(*episode)
 
     return logits
@@ -160,7 +161,7 @@ def _cost(support: int, query: int, size: int) -> tuple[float, float]:
     with FlopCounterMode(display=False) as counter:
         with (
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-            autocast(model.device, torch.bfloat16),
+            autocast(device_of(model), torch.bfloat16),
         ):
             logits = model(images[:support], labels, images[support:])
         F.cross_entropy(logits, labels.new_zeros(query)).backward()

@@ -125,7 +125,7 @@ def _answers(
     model: SimpleCNAPS, support: Tensor, labels: Tensor, queries: Tensor
 ) -> list[tuple[str, tuple[NDArray[np.int64], float]]]:
     """Every method's predicted labels, and its seconds: those of the network's features and its own."""
-    dtype, answers = choose_dtype("auto", model), []
+    dtype, answers = choose_dtype("auto", model.feature_extractor), []
     for adapt, methods in ((True, ADAPTED), (False, FROZEN)):
         start = time.perf_counter()
         task = model.adapt(support, labels, head=AutoHead(), adapt=adapt, dtype=dtype)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.networks.devices import native_bfloat16, native_dtype
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
+from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 from fewshot_mahalanobis.research.training.run import autocast
 
@@ -74,7 +75,7 @@ def measured() -> dict[str, float]:
     )
     batch = pictures[:25].float() / 127.5 - 1
     with torch.no_grad():
-        found["FiLM parameters"] = seconds(lambda: default.film_parameters(batch))
+        found["FiLM parameters"] = seconds(lambda: film_parameters(default, batch))
     return {**found, "native": float(native_bfloat16(CPU))}
 
 

@@ -21,6 +21,7 @@ from benchmarks.timing import Times, show, take_turns
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.checkpoints.catalogue import DEFAULT
 from fewshot_mahalanobis.images.decode import to_network_range
+from fewshot_mahalanobis.networks.task import AdaptedNetwork
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.research.evaluation import Accuracy
@@ -94,7 +95,7 @@ def _times(model: SimpleCNAPS, repeats: int) -> dict[str, dict[str, Times]]:
 
 def _accuracies(model: SimpleCNAPS, source: ImageSource, episodes: int) -> dict[str, dict[str, list[float]]]:
     """Accuracies by number of shots and method; in an episode, the support sets of more shots contain the others."""
-    plain = model.with_film(None, dtype=torch.bfloat16)
+    plain = AdaptedNetwork(model.feature_extractor, dtype=torch.bfloat16)
     classes = source.indices_of_class()
     most = sorted(map(len, classes))[-min(WAY, len(classes))]
     usable = [shots for shots in SHOTS if shots + QUERIES <= most]

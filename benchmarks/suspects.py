@@ -105,7 +105,8 @@ def measure(
 
 def adapted(model: SimpleCNAPS, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> FittedHead:
     batch = to_network_range(torch.from_numpy(images).permute(0, 3, 1, 2))
-    return model.adapt(batch, torch.from_numpy(labels), head=AutoHead(), dtype=choose_dtype("auto", model)).fitted_head
+    dtype = choose_dtype("auto", model.feature_extractor)
+    return model.adapt(batch, torch.from_numpy(labels), head=AutoHead(), dtype=dtype).fitted_head
 
 
 def suspects(fitted: FittedHead, kind: str) -> list[Suspect]:

@@ -26,8 +26,15 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
-from fewshot_mahalanobis.networks.devices import check_precision, choose_device, choose_dtype, on_cpu, within_memory
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.devices import (
+    check_precision,
+    choose_device,
+    choose_dtype,
+    device_of,
+    on_cpu,
+    within_memory,
+)
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS, adapted_network
 from fewshot_mahalanobis.networks.task import AdaptedNetwork
 from fewshot_mahalanobis.support_set.features import Features
 
@@ -60,9 +67,9 @@ class FittedNetwork:
             warnings.warn(f"there is no device {kept['device']} here: what was fitted is on the CPU", stacklevel=2)
         model = kept["model"].to(device)
         film = None if kept["film"] is None else kept["film"].to(device)
-        return FittedNetwork(
-            device, model, kept["precision"], model.with_film(film, choose_dtype(kept["precision"], model))
-        )
+        dtype = choose_dtype(kept["precision"], model.feature_extractor)
+        network = AdaptedNetwork(model.feature_extractor, film, dtype, model.projection)
+        return FittedNetwork(device, model, kept["precision"], network)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).restored, (self.kept(),)
@@ -166,8 +173,9 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             constructor argument is unknown.
         """
         model, batches = self._model_and_batches(X)
-        network, _ = self._adapted_network(model, batches, choose_dtype(self.precision, model), batches.batch_size)
-        self._fitted = FittedNetwork(model.device, model, self.precision, network)
+        dtype = choose_dtype(self.precision, model.feature_extractor)
+        network, _ = self._adapted_network(model, batches, dtype, batches.batch_size)
+        self._fitted = FittedNetwork(network.device, model, self.precision, network)
         return self
 
     def transform(self, X: Any) -> NDArray[Any]:
@@ -194,7 +202,7 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         model = self.checkpoint if isinstance(self.checkpoint, SimpleCNAPS) else load_checkpoint(self.checkpoint)
         if self.image_size is not None:
             model = model.at_size(self.image_size)
-        if model.training or model.device != device:
+        if model.training or device_of(model) != device:
             model = copy.deepcopy(model).eval().to(device)
         return model
 
@@ -202,8 +210,7 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         self, model: SimpleCNAPS, images: Iterable[Tensor], dtype: torch.dtype, batch_size: int
     ) -> tuple[AdaptedNetwork, int]:
         """The network adapted to batches of images, and how many images at a time the memory holds."""
-        no_labels = torch.empty(0, dtype=torch.int64)
-        adapted = partial(model.adapted_network, images, no_labels, adapt=self.adapt, dtype=dtype)
+        adapted = partial(adapted_network, model, images, adapt=self.adapt, dtype=dtype)
         return within_memory(lambda size: adapted(batch_size=size), batch_size)
 
     # ---------------------------------------------------------------- images -> features

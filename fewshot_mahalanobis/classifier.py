@@ -28,7 +28,7 @@ from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState
 from fewshot_mahalanobis.heads import make_head
 from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.same_picture import same_pictures, with_small_pictures
-from fewshot_mahalanobis.networks.devices import choose_dtype
+from fewshot_mahalanobis.networks.devices import choose_dtype, device_of
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.support_set.calibration import check_settings
@@ -73,8 +73,13 @@ class _Fitted(FittedNetwork):
         adapted = FittedNetwork.restored(kept)
         fitted_head = kept["fitted_head"].to(adapted.device)
         compared = fitted_head.support.unadapted is not None
-        unadapted = adapted.model.with_film(None, adapted.network.dtype) if compared else None
+        unadapted = _unadapted(adapted.model, adapted.network.dtype) if compared else None
         return cls(**vars(adapted), fitted_head=fitted_head, unadapted=unadapted, allowed=kept["allowed"])
+
+
+def _unadapted(model: SimpleCNAPS, dtype: torch.dtype) -> AdaptedNetwork:
+    """The network as pretrained."""
+    return AdaptedNetwork(model.feature_extractor, None, dtype, model.projection)
 
 
 class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
@@ -244,16 +249,16 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     ) -> SimpleCNAPSClassifier:
         # What is wrong is found before the network runs.
         model, batches = self._model_and_batches(X)
-        head = make_head(self.head, model.config, model.head).to(model.device)
+        head = make_head(self.head, model.config, model.head).to(device_of(model))
         labels, names = checked_labels(y, batches.n_images), checked_groups(groups, batches.n_images)
         self._check_classes(labels, allowed)
         check_settings(self.temperature, self.false_rejection_rate)
 
         # Images -> adapted network.
-        dtype, pictures = choose_dtype(self.precision, model), list[torch.Tensor]()
+        dtype, pictures = choose_dtype(self.precision, model.feature_extractor), list[torch.Tensor]()
         images = batches.several_times(dtype)
         network, batch_size = self._adapted_network(model, images, dtype, batches.batch_size)
-        unadapted = model.with_film(None, dtype) if self.unknown_label is not None and network.film else None
+        unadapted = _unadapted(model, dtype) if self.unknown_label is not None and network.film else None
 
         # Adapted network -> features -> fitted head.
         seen = with_small_pictures(images, pictures)
@@ -263,7 +268,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         fitted_head = self._fit_head(head, support, labels, names, copies, batches.name)
 
         self._fitted = _Fitted(
-            model.device, model, self.precision, network, fitted_head, unadapted, allowed, small, batches.names()
+            network.device, model, self.precision, network, fitted_head, unadapted, allowed, small, batches.names()
         )
         return self
 
@@ -625,7 +630,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     @classmethod
     def _of(cls, state: ClassifierState) -> SimpleCNAPSClassifier:
         self = cls(**state.parameters)
-        self._fitted = _Fitted.restored({**vars(state), "device": state.model.device, "allowed": None})
+        self._fitted = _Fitted.restored({**vars(state), "device": device_of(state.model), "allowed": None})
         return self
 
     def _check_settings_are_fitted(self) -> None:

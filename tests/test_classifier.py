@@ -28,6 +28,7 @@ from fewshot_mahalanobis.heads import EuclideanHead, MahalanobisHead
 from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from tests.tiny import COLOURS, QUERY_LABELS, SUPPORT_LABELS, adapting_model, drawn
 
@@ -78,7 +79,7 @@ def test_fitted_attributes_describe_the_support_set(fitted: SimpleCNAPSClassifie
     assert fitted.classes_.tolist() == ["blue", "green", "red"]
     assert fitted.class_counts_.tolist() == [2, 3, 3]
     assert fitted.n_features_out_ == 512
-    assert fitted.device_ == fitted.model_.device
+    assert fitted.device_ == device_of(fitted.model_)
     assert fitted.fitted_head_.support.adapted.shape == (8, 512)
 
 

@@ -122,6 +122,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(arrows) == []
 
 
+def test_simple_cnaps_shows_a_user_no_more_than_this() -> None:
+    shown = {name for name in vars(fewshot_mahalanobis.SimpleCNAPS) if not name.startswith("_")}
+    assert shown == {*DOORS, "from_backbone", "forward", "adapt", "at_size", "train"}
+
+
 def test_networks_know_no_file() -> None:
     for name, targets in graph().items():
         if name.startswith("networks."):

@@ -15,7 +15,7 @@ from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpo
 from fewshot_mahalanobis.networks import devices
 from fewshot_mahalanobis.networks.devices import choose_dtype, native_bfloat16
 from fewshot_mahalanobis.networks.efficientnet import LITE0, LITE_B0, EfficientNet
-from tests.tiny import LABELS, pictures, tiny_model
+from tests.tiny import LABELS, TinyExtractor, pictures
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def test_each_network_says_whether_bfloat16_was_measured(model: SimpleCNAPS) -> 
 def test_auto_leaves_other_backbones_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "native_bfloat16", lambda device: True)
     for precision, dtype in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
-        assert choose_dtype(precision, tiny_model()) == dtype
+        assert choose_dtype(precision, TinyExtractor()) == dtype
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_bfloat16_by_name_where_it_is_emulated_warns_once_with_the_factor(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
-            assert choose_dtype("bfloat16", tiny_model()) == torch.bfloat16
-            assert choose_dtype("auto", tiny_model()) == choose_dtype("float32", tiny_model()) == torch.float32
+            assert choose_dtype("bfloat16", TinyExtractor()) == torch.bfloat16
+            assert choose_dtype("auto", TinyExtractor()) == choose_dtype("float32", TinyExtractor()) == torch.float32
     (warning,) = caught
     assert f"about {factor} times slower than in float32" in str(warning.message)
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
+from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 
 LABELS = ["blue", "green", "red", "green", "blue", "red", "green", "blue"]
 
@@ -84,6 +85,6 @@ def task_representation(model: SimpleCNAPS, support: Tensor, batch_size: int | N
     assert model.film_generator is not None
     seen: list[Tensor] = []
     hook = model.film_generator.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
-    model.film_parameters(support, batch_size)
+    film_parameters(model, support, batch_size)
     hook.remove()
     return seen[0]

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
-from fewshot_mahalanobis.checkpoints.model import fill, model_without_weights
+from fewshot_mahalanobis.checkpoints.restore import fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.heads import describe_head, make_head
 from fewshot_mahalanobis.images.ranges import checked_range
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device
@@ -154,7 +154,7 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
         The file cannot be written.
     """
     kept = state.fitted_head.kept()
-    tensors = {f"model.{name}": tensor for name, tensor in state.model.state_dict().items()}
+    tensors = {f"model.{name}": tensor for name, tensor in stored_weights(state.model).items()}
     tensors |= {} if state.film is None else state.film.tensors()
     tensors = {name: _smallest_lossless(tensor.detach().cpu()) for name, tensor in tensors.items()}
     support: Features = kept["support"]
@@ -267,7 +267,7 @@ def read_classifier(
     try:
         with torch.device("meta"):  # expected tensors take no memory
             adapted = any(name.startswith("film.") for name in names)
-            expected = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+            expected = {f"model.{name}": tensor for name, tensor in stored_weights(model).items()}
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
             expected["support_features"] = torch.empty(*shots[:1], model.feature_extractor.out_features)
             expected["support_labels"] = torch.empty(*shots[:1], dtype=torch.int64)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
 from fewshot_mahalanobis.checkpoints.interrupts import held_signals
-from fewshot_mahalanobis.checkpoints.model import checked_settings, fill, model_without_weights
+from fewshot_mahalanobis.checkpoints.restore import checked_settings, fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
@@ -105,7 +105,7 @@ def save_checkpoint(
     settings = checked_settings(model.config, "model.config")
     if card is None and not (Path(folder) / CARD).exists():
         card = _default_card(settings)
-    write_folder(folder, settings, model.state_dict(), dtype=dtype, card=card)
+    write_folder(folder, settings, stored_weights(model), dtype=dtype, card=card)
 
 
 def write_folder(
@@ -203,7 +203,7 @@ def read_checkpoint(folder: str | os.PathLike[str], backbone: SimpleCNAPS | nn.M
     folder = Path(folder)
     config = read_config(folder)
     model = model_without_weights(config, str(folder / CONFIG), backbone)
-    weights = read_tensors(folder / WEIGHTS, model.state_dict())
+    weights = read_tensors(folder / WEIGHTS, stored_weights(model))
     check_finite(folder / WEIGHTS, weights)
     try:
         return fill(model, weights)

@@ -12,6 +12,7 @@ import copy
 import math
 import warnings
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class Backbone(FrozenNetwork):
                 "weights of torchvision, weights.transforms() shows them; ImageNet's usual ones are image_size=224, "
                 "mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)"
             )
+        check_image_size(image_size)
         try:
             network = copy.deepcopy(module).float()
         except (RuntimeError, TypeError, ValueError) as error:
@@ -253,6 +255,12 @@ class Backbone(FrozenNetwork):
         ).to(self.scale.device)
         ready.foldable = self.foldable
         return ready
+
+
+def check_image_size(image_size: int, smallest: int = 1) -> None:
+    """Raise ValueError unless the side of the images is a whole number from ``smallest`` to 1024 pixels."""
+    if not isinstance(image_size, Integral) or not smallest <= image_size <= 1024:
+        raise ValueError(f"image_size must be a whole number from {smallest} to 1024 pixels, not {image_size!r}")
 
 
 def _alike(features: Tensor, wanted: Tensor) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -31,26 +32,20 @@ def choose_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device {device!r} cannot be used here: {error}") from error
 
 
-class PlacedNetwork(Protocol):
-    """A model with a network, on a device."""
-
-    @property
-    def feature_extractor(self) -> FeatureExtractor:
-        """The network."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
+def device_of(module: nn.Module | FeatureExtractor) -> torch.device:
+    """Device of a module's weights."""
+    module = cast(nn.Module, module)
+    return next(itertools.chain(module.parameters(), module.buffers())).device
 
 
-def choose_dtype(precision: str, model: PlacedNetwork) -> torch.dtype:
-    """Precision of a model's convolutions on the device where the model is, see :func:`native_dtype`.
+def choose_dtype(precision: str, network: FeatureExtractor) -> torch.dtype:
+    """Precision of a network's convolutions on the device where it is, see :func:`native_dtype`.
 
     "auto" is float32 for networks other than those of the embedded checkpoints: the effect of bfloat16 on their
     predictions has not been measured.
     """
-    measured = model.feature_extractor.bfloat16_measured
-    return native_dtype("float32" if precision == "auto" and not measured else precision, model.device)
+    measured = network.bfloat16_measured
+    return native_dtype("float32" if precision == "auto" and not measured else precision, device_of(network))
 
 
 def native_dtype(precision: str, device: torch.device) -> torch.dtype:

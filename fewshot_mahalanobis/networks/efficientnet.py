@@ -231,21 +231,6 @@ class EfficientNet(FrozenNetwork):
         pooling = {} if statistics == MEANS else {"pooling": [*map(msgspec.structs.asdict, statistics)]}
         return {"network": self.name, **positions, **pooling}
 
-    # Weights that a dependency brings are no part of the state.
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the weights; none for Lite0, whose weights are a dependency."""
-        state = super().state_dict(*args, **kwargs)
-        if self.name == LITE0:
-            for name in [name for name in state if name.startswith(kwargs.get("prefix", ""))]:
-                del state[name]
-        return state
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        if self.name == LITE0:
-            state_dict.update({f"{prefix}network.{name}": value for name, value in self.network.state_dict().items()})
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> nn.Module:
         """Return an independent module whose convolutions have absorbed FiLM and BatchNorm.
 

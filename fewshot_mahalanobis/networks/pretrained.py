@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fewshot_mahalanobis.extras import install_command
-from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.backbone import Backbone, check_image_size
 from fewshot_mahalanobis.networks.efficientnet import LITE0, MEANS, EfficientNet
 from fewshot_mahalanobis.networks.pooling import Statistic
 
@@ -51,6 +51,8 @@ def pretrained_extractor(
     ValueError
         timm has no such network or cannot fetch it, or an argument does not fit the network.
     """
+    if image_size is not None:
+        check_image_size(image_size)
     if name == LITE0:
         if mean is not None or std is not None:
             raise ValueError(f"{name!r} has a known normalisation of its images: leave out mean and std")

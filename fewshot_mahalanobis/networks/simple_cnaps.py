@@ -19,9 +19,7 @@ Equation 2 as is    ``scale=0.5``
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,9 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.support import full_precision
 from fewshot_mahalanobis.heads import Head, LinearHead, make_head
-from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
+from fewshot_mahalanobis.networks.backbone import Backbone, check_image_size
+from fewshot_mahalanobis.networks.devices import device_of
+from fewshot_mahalanobis.networks.efficientnet import EfficientNet
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import (
@@ -41,7 +40,6 @@ from fewshot_mahalanobis.networks.generators import (
     LayerwiseFilmGenerator,
     NetworkFilmGenerator,
 )
-from fewshot_mahalanobis.networks.pooling import read_statistics
 from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, in_batches, mean_over_set
@@ -181,71 +179,14 @@ class SimpleCNAPS(nn.Module):
         """
         if isinstance(self.feature_extractor, Backbone):
             raise ValueError("the size of a network of your own is set where it is made: from_backbone(image_size=...)")
-        _check_image_size(image_size, 32)
-        model = copy.copy(self)
-        model.image_size, model.config = image_size, {**self.config, "image_size": image_size}
+        check_image_size(image_size, 32)
+        # New parameters over the same memory: moving one model does not move the other.
+        shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters()}
+        model = copy.deepcopy(self, shared | {id(buffer): buffer for buffer in self.buffers()})
+        model.image_size = model.config["image_size"] = image_size
         return model
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return next(itertools.chain(self.parameters(), self.buffers())).device
-
     # ---------------------------------------------------------------- the method
-
-    def _task_representation(self, support_images: Tensor | Iterable[Tensor], batch_size: int | None) -> Tensor:
-        """Task representation z = g_phi(S), shape (64,); the parameters are those of :meth:`film_parameters`."""
-        assert self.set_encoder is not None
-        support, frozen = self._read_once(in_batches(support_images, batch_size))
-        z: Tensor = self.set_encoder(support)
-        return z if self.feature_encoder is None else z + self._encoded_features(torch.cat(frozen))
-
-    def _read_once(self, batches: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What the set encoder reads of each batch, and the frozen network's features of it if they are encoded too."""
-        small, frozen, network = list[Tensor](), list[Tensor](), None
-        if self.feature_encoder is not None:
-            bfloat16 = torch.is_autocast_enabled(self.device.type)
-            network = self.with_film(None, torch.bfloat16 if bfloat16 else torch.float32)
-        for images in batches:
-            if network is not None:
-                frozen.append(network.unprojected_features(images, len(images)))
-            small.append(self._encoder_input(images))
-        return small, frozen
-
-    def _encoded_features(self, features: Tensor) -> Tensor:
-        """Map mean and standard deviation of the frozen network's features of a support set (n, d) to shape (64,)."""
-        assert self.feature_encoder is not None
-        mean = mean_over_set(features)
-        deviation = mean_over_set((features - mean).square()).sqrt()
-        with full_precision(mean):
-            encoded: Tensor = self.feature_encoder(torch.cat([mean, deviation]))
-        return encoded
-
-    def _encoder_input(self, images: Tensor) -> Tensor:
-        """Resize images (n, 3, h, w) to ``encoder_size``."""
-        side = self.config.get("encoder_size")
-        if side is None or tuple(images.shape[2:]) == (side, side):
-            return images
-        return F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True).to(images.dtype)
-
-    def film_parameters(
-        self,
-        support_images: Tensor | Iterable[Tensor],
-        batch_size: int | None = None,
-    ) -> Film | None:
-        """FiLM parameters psi_phi(g_phi(S)) for a support set; None for a model that does not adapt.
-
-        Parameters
-        ----------
-        support_images : Tensor of shape (n, 3, h, w), or iterable of such batches of it
-            In [-1, 1]. An auto-regressive generator iterates over them twice.
-        batch_size : int, optional
-            Process at most this many images of a tensor at a time, to bound memory.
-        """
-        if self.film_generator is None:
-            return None
-        z = self._task_representation(support_images, batch_size)
-        return self.film_generator(z, in_batches(support_images, batch_size), self.feature_extractor)
 
     def forward(self, support_images: Tensor, support_labels: Tensor, query_images: Tensor) -> Tensor:
         """Logits of one episode, differentiable with respect to every trained parameter.
@@ -274,7 +215,7 @@ class SimpleCNAPS(nn.Module):
         adapt : the faster way to many queries of one task, without gradients.
         """
         check_episode(support_images, support_labels)
-        film = self.film_parameters(support_images)
+        film = film_parameters(self, support_images)
         features = self.feature_extractor(torch.cat([support_images, query_images]), film)
         if self.projection is not None:
             features = self.projection(features)
@@ -314,36 +255,10 @@ class SimpleCNAPS(nn.Module):
         AdaptedTask
             Serves any number of queries.
         """
-        network = self.adapted_network(support_images, support_labels, adapt=adapt, dtype=dtype, batch_size=batch_size)
+        check_episode(support_images, support_labels)
+        network = adapted_network(self, support_images, adapt=adapt, dtype=dtype, batch_size=batch_size)
         support = Features(network.features(support_images, batch_size))
         return AdaptedTask(network, FittedHead.fit(self.head if head is None else head, support, support_labels))
-
-    @torch.no_grad()
-    def adapted_network(
-        self,
-        support_images: Tensor | Iterable[Tensor],
-        support_labels: Tensor,
-        *,
-        adapt: bool = True,
-        dtype: torch.dtype = torch.float32,
-        batch_size: int = 64,
-    ) -> AdaptedNetwork:
-        """Adapt the feature extractor alone; parameters as of :meth:`adapt`.
-
-        The support images may come as an iterable of batches (b, 3, h, w), which is iterated over once (twice for an
-        auto-regressive generator, not at all without adaptation). No batch is kept, but what the set encoder reads.
-        """
-        if isinstance(support_images, Tensor):
-            check_episode(support_images, support_labels)
-        film = None
-        if adapt:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                film = self.film_parameters(SupportBatches(support_images, batch_size, self.device, dtype), batch_size)
-        return self.with_film(film, dtype)
-
-    def with_film(self, film: Film | None = None, dtype: torch.dtype = torch.float32) -> AdaptedNetwork:
-        """Return the feature extractor with given FiLM parameters (None: as pretrained), for inference."""
-        return AdaptedNetwork(self.feature_extractor, film, dtype, projection=self.projection, device=self.device)
 
     # ---------------------------------------------------------------- weights
 
@@ -361,9 +276,6 @@ class SimpleCNAPS(nn.Module):
         task_covariance: bool = True,
         adaptation: str = "none",
         positions: Sequence[str] | None = None,
-        encoder_size: int | None = None,
-        frozen_features: bool = False,
-        pooling: Sequence[Mapping[str, Any]] | None = None,
     ) -> SimpleCNAPS:
         """Put the head on another frozen network: of timm, of torchvision, or of your own.
 
@@ -393,13 +305,6 @@ class SimpleCNAPS(nn.Module):
             Normalisation layers that FiLM follows, as ``named_modules()`` of the network names them. By default, in a
             convolutional network, the first one, those behind convolutions larger than 1 x 1, and the last one; in a
             transformer, every one.
-        encoder_size : int, optional
-            Side that images are resized to for the set encoder, in pixels. By default they are not resized.
-        frozen_features : bool
-            As above.
-        pooling : sequence of mappings, optional
-            How features are made of the maps of "efficientnet-lite0": each entry has the arguments of a
-            :class:`~fewshot_mahalanobis.networks.pooling.Statistic`. By default they are means of the final maps.
 
         Returns
         -------
@@ -420,15 +325,10 @@ class SimpleCNAPS(nn.Module):
         UserWarning
             ``image_size`` is missing, and a network of timm reads images of more than 300 pixels.
         """
-        if image_size is not None:  # before the network reads images of this size
-            _check_image_size(image_size, 1)
         settings: Any = {"image_size": image_size, "mean": mean, "std": std}
         settings["positions"] = positions if adaptation == "film" else ()
-        statistics = None if pooling is None else read_statistics(pooling)
         if isinstance(backbone, str):
-            extractor: Backbone | EfficientNet = pretrained_extractor(backbone, **settings, pooling=statistics)
-        elif statistics is not None:
-            raise ValueError(f"pooling is for {LITE0!r}: a module of your own gives features")
+            extractor: Backbone | EfficientNet = pretrained_extractor(backbone, **settings)
         else:
             extractor = Backbone.from_module(backbone, **settings)
         return cls(
@@ -438,8 +338,6 @@ class SimpleCNAPS(nn.Module):
             beta=beta,
             task_covariance=task_covariance,
             image_size=extractor.image_size,
-            encoder_size=encoder_size,
-            frozen_features=frozen_features,
             backbone=extractor,
         ).eval()
 
@@ -540,12 +438,84 @@ class SimpleCNAPS(nn.Module):
         return load_checkpoint(pretrained_model_name_or_path, backbone, **hub_options)
 
 
+def film_parameters(
+    model: SimpleCNAPS, support_images: Tensor | Iterable[Tensor], batch_size: int | None = None
+) -> Film | None:
+    """FiLM parameters psi_phi(g_phi(S)) for a support set; None for a model that does not adapt.
+
+    Parameters
+    ----------
+    model : SimpleCNAPS
+    support_images : Tensor of shape (n, 3, h, w), or iterable of such batches of it
+        In [-1, 1]. An auto-regressive generator iterates over them twice.
+    batch_size : int, optional
+        Process at most this many images of a tensor at a time, to bound memory.
+    """
+    if model.film_generator is None:
+        return None
+    z = _task_representation(model, in_batches(support_images, batch_size))
+    return model.film_generator(z, in_batches(support_images, batch_size), model.feature_extractor)
+
+
+def _task_representation(model: SimpleCNAPS, batches: Iterable[Tensor]) -> Tensor:
+    """Task representation z = g_phi(S), shape (64,); each batch of the support set is read once."""
+    assert model.set_encoder is not None
+    small, frozen, network = list[Tensor](), list[Tensor](), None
+    if model.feature_encoder is not None:
+        bfloat16 = torch.is_autocast_enabled(device_of(model).type)
+        network = AdaptedNetwork(model.feature_extractor, dtype=torch.bfloat16 if bfloat16 else torch.float32)
+    for images in batches:
+        if network is not None:
+            frozen.append(network.features(images, len(images)))
+        small.append(_resized(images, model.config.get("encoder_size")))
+    z: Tensor = model.set_encoder(small)
+    return z if model.feature_encoder is None else z + _encoded_features(model.feature_encoder, torch.cat(frozen))
+
+
+def _resized(images: Tensor, side: int | None) -> Tensor:
+    """Images (n, 3, h, w) as the set encoder reads them, (n, 3, side, side)."""
+    if side is None or tuple(images.shape[2:]) == (side, side):
+        return images
+    return F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True).to(images.dtype)
+
+
+def _encoded_features(feature_encoder: nn.Linear, features: Tensor) -> Tensor:
+    """Map mean and standard deviation of the frozen network's features of a support set (n, d) to shape (64,)."""
+    mean = mean_over_set(features)
+    deviation = mean_over_set((features - mean).square()).sqrt()
+    with full_precision(mean):
+        encoded: Tensor = feature_encoder(torch.cat([mean, deviation]))
+    return encoded
+
+
+@torch.no_grad()
+def adapted_network(
+    model: SimpleCNAPS,
+    support_images: Tensor | Iterable[Tensor],
+    *,
+    adapt: bool = True,
+    dtype: torch.dtype = torch.float32,
+    batch_size: int = 64,
+) -> AdaptedNetwork:
+    """Adapt the feature extractor of a model alone; the arguments are those of :meth:`SimpleCNAPS.adapt`.
+
+    The support images may come as an iterable of batches (b, 3, h, w), which is iterated over once (twice for an
+    auto-regressive generator, not at all without adaptation). No batch is kept, but what the set encoder reads.
+    """
+    film, device = None, device_of(model)
+    if adapt:
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            film = film_parameters(model, SupportBatches(support_images, batch_size, device, dtype), batch_size)
+    return AdaptedNetwork(model.feature_extractor, film, dtype, model.projection)
+
+
 def _check_settings(config: Mapping[str, Any], backbone: Backbone | EfficientNet | None) -> None:
     """ValueError unless the settings of a model fit together, and its backbone."""
     adaptation, encoder_size = config["adaptation"], config.get("encoder_size")
     if adaptation not in GENERATORS:
         raise ValueError(f"adaptation must be one of {sorted(GENERATORS)}, not {adaptation!r}")
-    _check_image_size(config["image_size"], 32 if backbone is None or adaptation != "none" else 1)
+    # The set encoder halves an image five times, so 32 pixels are the least for it.
+    check_image_size(config["image_size"], 32 if backbone is None or adaptation != "none" else 1)
     if encoder_size is not None and (adaptation == "none" or not 32 <= encoder_size <= 1024):
         raise ValueError(f"encoder_size, of a model that adapts, is from 32 to 1024 pixels, not {encoder_size!r}")
     if config.get("frozen_features") and adaptation == "none":
@@ -559,9 +529,3 @@ def _check_settings(config: Mapping[str, Any], backbone: Backbone | EfficientNet
         )
     if (adaptation == "film") != bool(backbone.film_positions):
         raise ValueError("a backbone has positions for FiLM where adaptation is 'film', and nowhere else")
-
-
-def _check_image_size(image_size: int, smallest: int) -> None:
-    # The set encoder halves an image five times, so 32 pixels are the least for it.
-    if not isinstance(image_size, Integral) or not smallest <= image_size <= 1024:
-        raise ValueError(f"image_size must be a whole number from {smallest} to 1024 pixels, not {image_size!r}")

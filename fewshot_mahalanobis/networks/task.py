@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.set_encoder import in_batches
@@ -20,8 +21,6 @@ MAX_CPU_PIXELS = 32 * 84 * 84
 class AdaptedNetwork:
     """A feature extractor with FiLM parameters folded into its convolutions: images in, features out.
 
-    Made by :meth:`SimpleCNAPS.with_film`.
-
     Parameters
     ----------
     extractor : FeatureExtractor
@@ -32,12 +31,13 @@ class AdaptedNetwork:
         Precision of the convolutions.
     projection : nn.Module, optional
         Learned projection of the features (the "+P" variant).
-    device : torch.device
 
     Attributes
     ----------
-    film, dtype, device
-        As given.
+    film, dtype
+        The arguments.
+    device : torch.device
+        That of the extractor, to which images are moved.
     out_features : int
         Width d of a feature vector; 512 for the FiLM ResNet18.
     """
@@ -45,15 +45,13 @@ class AdaptedNetwork:
     def __init__(
         self,
         extractor: FeatureExtractor,
-        film: Film | None,
-        dtype: torch.dtype,
-        *,
-        projection: nn.Module | None,
-        device: torch.device,
+        film: Film | None = None,
+        dtype: torch.dtype = torch.float32,
+        projection: nn.Module | None = None,
     ) -> None:
         self.film = film
         self.dtype = dtype
-        self.device = device
+        self.device = device_of(extractor)
         self.out_features = extractor.out_features
         with self._own_precision():
             self.extractor = extractor.for_inference(film, dtype)

@@ -239,9 +239,8 @@ def test_gradients_reach_set_encoder_and_generator_and_nothing_else():
 
 
 def test_a_set_encoder_may_see_images_at_another_size():
-    model = SimpleCNAPS.from_backbone(
-        make_network("mobilenetv3_small_050"), adaptation="film", encoder_size=32, beta=1.0, **PREPARED
-    )
+    backbone = Backbone.from_module(make_network("mobilenetv3_small_050"), positions=None, **PREPARED)
+    model = SimpleCNAPS(image_size=backbone.image_size, encoder_size=32, backbone=backbone)
     smaller = nn.functional.interpolate(IMAGES, (32, 32), mode="bilinear", antialias=True)
     with torch.no_grad():
         torch.testing.assert_close(task_representation(model, IMAGES), model.set_encoder(smaller))

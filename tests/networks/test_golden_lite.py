@@ -6,6 +6,7 @@ import torch
 
 from fewshot_mahalanobis import SimpleCNAPS
 from fewshot_mahalanobis.networks.efficientnet import EvenSameConv2d
+from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 from tests.golden import recipe
 from tests.networks.test_golden import GOLDEN, relative_error
 from tests.tiny import task_representation
@@ -37,7 +38,7 @@ def test_published_figures_are_reproduced(model, case):
         sums = [images[split].double().sum(), images[split].double().abs().sum()]
         np.testing.assert_allclose(np.array(sums), golden[f"{split}_checksum"], rtol=1e-9)
     with torch.no_grad():
-        z, film = task_representation(model, images["support"]), model.film_parameters(images["support"])
+        z, film = task_representation(model, images["support"]), film_parameters(model, images["support"])
         unfolded = model.feature_extractor(images["support"], film)
     assert relative_error(z[None], golden["task_representation"]) < 1e-4
     assert len(film) == 18

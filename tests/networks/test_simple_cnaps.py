@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import EuclideanHead, SimpleCNAPS
+from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 from fewshot_mahalanobis.networks.task import AdaptedTask
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
@@ -102,7 +103,7 @@ def test_a_fresh_generator_leaves_the_network_nearly_as_it_is():
         torch.manual_seed(0)
         model = SimpleCNAPS(image_size=32)
     with torch.no_grad():
-        film = model.film_parameters(episode()[0])
+        film = film_parameters(model, episode()[0])
     assert {name: len(gamma) for name, (gamma, _) in film.items()} == model.feature_extractor.film_positions
     for gamma, beta in film.values():
         assert (gamma - 1).abs().max() < 0.05
@@ -146,6 +147,19 @@ def test_a_second_head_on_the_adapted_network_leaves_the_first_task_alone(model)
     wider = FittedHead.fit(task.fitted_head.head, features, torch.cat([labels, torch.tensor([3, 3])]))
     assert AdaptedTask(task.network, wider).logits(query).shape == (4, 4)
     assert torch.equal(task.logits(query), before)
+
+
+def test_a_model_at_another_size_shares_the_weights_and_nothing_else(model):
+    support, labels, query = episode()
+    before, larger = model.adapt(support, labels).logits(query), model.at_size(48)
+    pairs = zip(model.state_dict().values(), larger.state_dict().values(), strict=True)
+    assert all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in pairs)
+    assert torch.equal(larger.adapt(support, labels).logits(query), before)
+    assert (model.image_size, model.config["image_size"]) == (32, 32)
+    assert (larger.image_size, larger.config["image_size"]) == (48, 48)
+    larger.head = EuclideanHead()
+    larger.double()
+    assert torch.equal(model.adapt(support, labels).logits(query), before)
 
 
 def test_another_head_and_no_adaptation_can_be_asked_for(model):

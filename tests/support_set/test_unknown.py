@@ -430,7 +430,9 @@ def test_settings_that_do_not_fit_are_refused_before_the_network_runs() -> None:
     for setting in settings:
         classifier = SimpleCNAPSClassifier(model, device="cpu", **setting)
         with (
-            patch.object(SimpleCNAPS, "adapted_network", side_effect=AssertionError("the network ran")),
+            patch(
+                "fewshot_mahalanobis.adapted_features.adapted_network", side_effect=AssertionError("the network ran")
+            ),
             pytest.raises(ValueError, match=next(iter(setting))),
         ):
             classifier.fit(pictures(8, 1), LABELS)

@@ -25,7 +25,7 @@ class MAML(LinearLayerHead, Method[LinearClassifier]):
     """Logits = W x + b after gradient steps on W, b and the network's convolutions.
 
     As a head on features it moves W and b alone;
-    :class:`~fewshot_mahalanobis.research.baselines.model.Baseline` moves all.
+    :class:`~fewshot_mahalanobis.research.baselines.baseline.Baseline` moves all.
     """
 
     name, title, paper_title = "maml", "first-order MAML", "MAML"

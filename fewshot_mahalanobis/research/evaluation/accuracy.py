@@ -13,14 +13,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.heads import HEADS, Head, MahalanobisHead, make_head
-from fewshot_mahalanobis.networks.devices import choose_dtype
+from fewshot_mahalanobis.networks.devices import choose_dtype, device_of
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.networks.task import AdaptedTask
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.research.baselines import METHODS
+from fewshot_mahalanobis.research.baselines.baseline import EpisodicModel
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.sampling import Episode, evaluation_episodes
 from fewshot_mahalanobis.research.evaluation.result import Accuracy
-from fewshot_mahalanobis.research.model import EpisodicModel
 
 
 class Variant(NamedTuple):
@@ -70,7 +70,7 @@ class UnadaptedFeatures:
     def __init__(
         self, model: EpisodicModel, source: ImageSource, *, dtype: torch.dtype = torch.float32, batch_size: int = 128
     ) -> None:
-        self._network = model.with_film(None, dtype)
+        self._network = AdaptedNetwork(model.feature_extractor, None, dtype, model.projection)
         self._source = source
         self._batch_size = batch_size
         n = len(source.images)
@@ -98,14 +98,14 @@ def head_of(model: EpisodicModel, variant: Variant) -> Head[Any]:
     head, trained_with = variant.head, model.config["head"]
     if isinstance(head, str) and head != trained_with:
         if head in METHODS:
-            return METHODS[head]().to(model.device)
+            return METHODS[head]().to(device_of(model))
         if trained_with in METHODS:
             raise ValueError(f"this network was trained with the method {trained_with!r}, not with {head!r}")
     if variant.task_covariance:
-        return make_head(head, model.config, model.head).to(model.device)
+        return make_head(head, model.config, model.head).to(device_of(model))
     if head != MahalanobisHead.name:
         raise ValueError(f"the head {head!r} has no task covariance to leave out")
-    return make_head(head, {**model.config, "task_covariance": False}).to(model.device)
+    return make_head(head, {**model.config, "task_covariance": False}).to(device_of(model))
 
 
 def evaluate_source(
@@ -157,7 +157,7 @@ def evaluate_source(
         variants,
         evaluation_episodes(source, way, shot, queries, seed=seed),
         episodes,
-        dtype=choose_dtype(precision, model),
+        dtype=choose_dtype(precision, model.feature_extractor),
         batch_size=batch_size,
         plain_features=plain_features,
         description=f"{source.name} {way}-way {shot}-shot" if progress else None,
@@ -183,7 +183,7 @@ def evaluate_episodes(
     it there is none. ValueError if a variant has no head, see :func:`head_of`.
     """
     variants = tuple(dict.fromkeys(variants))
-    heads = {variant: head_of(model, variant).to(model.device) for variant in variants}
+    heads = {variant: head_of(model, variant).to(device_of(model)) for variant in variants}
     if plain_features is None and not all(v.adapt for v in variants):
         plain_features = UnadaptedFeatures(model, source, dtype=dtype, batch_size=batch_size)
     ways: list[int] = []
@@ -223,7 +223,7 @@ def _episode_logits(
     batch_size: int,
 ) -> dict[Variant, Tensor]:
     """Logits (m, k) of an episode's queries, by the head of every variant."""
-    labels = torch.from_numpy(episode.support_labels).to(model.device)
+    labels = torch.from_numpy(episode.support_labels).to(device_of(model))
     features: dict[bool, tuple[Tensor, Tensor]] = {}
     task: AdaptedTask | None = None
     if plain_features is not None:
@@ -237,7 +237,7 @@ def _episode_logits(
         features[True] = support, task.network.unprojected_features(query_images, batch_size)
     logits = {}
     for variant, head in heads.items():
-        support, queries = (f.to(model.device) for f in features[variant.adapt])
+        support, queries = (f.to(device_of(model)) for f in features[variant.adapt])
         if model.projection is not None and variant.projection:
             support, queries = model.projection(support), model.projection(queries)
         if task is not None and variant.adapt and variant.as_trained(model.config):

@@ -18,7 +18,7 @@ from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.networks.devices import choose_device, choose_dtype, precision_name
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines import METHODS
-from fewshot_mahalanobis.research.baselines.model import Baseline, read_baseline
+from fewshot_mahalanobis.research.baselines.baseline import Baseline, EpisodicModel, read_baseline
 from fewshot_mahalanobis.research.data.datasets import open_source
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, VariableEpisodes
@@ -30,7 +30,6 @@ from fewshot_mahalanobis.research.evaluation.curves import plot_curves
 from fewshot_mahalanobis.research.evaluation.paper_figures import IN_DOMAIN, published_method
 from fewshot_mahalanobis.research.evaluation.result import Protocol, Result, read_results, write_results
 from fewshot_mahalanobis.research.evaluation.tables import to_json, to_latex, to_markdown
-from fewshot_mahalanobis.research.model import EpisodicModel
 
 #: Forms of the table of results.
 FORMS: dict[str, Callable[..., str]] = {"markdown": to_markdown, "latex": to_latex, "json": to_json}
@@ -159,7 +158,7 @@ def evaluate(
     stored = {}
     if file is not None and Path(file).exists():
         stored = {result.key: result for result in read_results(file)}
-    digest, dtype = _digest(model), choose_dtype(settings.precision, model)
+    digest, dtype = _digest(model), choose_dtype(settings.precision, model.feature_extractor)
     opened, results = open_sources(sources, root, model.image_size), []
     if settings.protocol == "fixed":
         _check_sizes(opened, settings)

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.heads import MahalanobisHead
+from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.efficientnet import EfficientNet, EfficientNetLayers
 from fewshot_mahalanobis.networks.pooling import Maps, Pooling, Statistic
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.research.baselines.model import Baseline
+from fewshot_mahalanobis.research.baselines.baseline import Baseline
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.training.lite import lite_logits
 
@@ -132,13 +133,12 @@ class CNAPSLearner(Learner[SimpleCNAPS]):
             if not isinstance(model.feature_extractor, EfficientNet):
                 raise ValueError("learn_pooling is for an EfficientNet")
             network = cast(EfficientNetLayers, model.feature_extractor.network)
-            # A part of the learner too, as a model's state lacks what a dependency or its config brings.
             self.pooling = network.pooling = LearnedPooling(network.pooling)
         self.log_scale: nn.Parameter | None = None
         if learn_scale:
             if not isinstance(model.head, MahalanobisHead):
                 raise ValueError(f"learn_scale is for the Mahalanobis head, not for {model.config['head']!r}")
-            self.log_scale = nn.Parameter(torch.tensor(model.head.scale, device=model.device).log())
+            self.log_scale = nn.Parameter(torch.tensor(model.head.scale, device=device_of(model)).log())
 
     def forward(
         self, support_images: Tensor, support_labels: Tensor, query_images: Tensor, classes: Tensor | None = None

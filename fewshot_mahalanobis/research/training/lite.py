@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fewshot_mahalanobis.networks.set_encoder import recomputed
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS, film_parameters
 
 
 def lite_logits(
@@ -32,7 +32,7 @@ def lite_logits(
     the whole support set.
     """
     extractor = model.feature_extractor
-    film = model.film_parameters(support_images, subset_size)
+    film = film_parameters(model, support_images, subset_size)
     subset = extractor(support_images[:subset_size], film)
     scale = len(support_images) / len(subset)
     subset = subset.detach() + scale * (subset - subset.detach())

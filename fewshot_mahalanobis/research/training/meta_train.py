@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice
@@ -25,16 +25,17 @@ from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
-from fewshot_mahalanobis.checkpoints.model import checked_settings
+from fewshot_mahalanobis.checkpoints.restore import checked_settings
 from fewshot_mahalanobis.networks.devices import choose_dtype, precision_name
 from fewshot_mahalanobis.networks.efficientnet import LITE0
 from fewshot_mahalanobis.networks.generators import LayerGenerator
-from fewshot_mahalanobis.networks.pretrained import is_pretrained_name
+from fewshot_mahalanobis.networks.pooling import read_statistics
+from fewshot_mahalanobis.networks.pretrained import is_pretrained_name, pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.research.baselines.model import Baseline, checked_baseline_settings
+from fewshot_mahalanobis.networks.task import AdaptedNetwork
+from fewshot_mahalanobis.research.baselines.baseline import Baseline, EpisodicModel, checked_baseline_settings
 from fewshot_mahalanobis.research.data.sources import ImageSource
-from fewshot_mahalanobis.research.model import EpisodicModel
 from fewshot_mahalanobis.research.training.learner import BaselineLearner, CNAPSLearner
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.research.training.run import (
@@ -94,17 +95,19 @@ def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
     if recipe.method is not None:
         if by_name or recipe.init is not None or recipe.lite is not None:
             raise ValueError("a method is trained on the FiLM ResNet18 of a checkpoint or file, without init and lite")
-        baseline = _made(Baseline, {**recipe.model, "head": recipe.method}, recipe, {"head"})
+        settings = {**recipe.model, "head": recipe.method}
+        baseline = _made(Baseline, settings, recipe, _arguments(Baseline, "head"))
         checked_baseline_settings(baseline.config, "model")
         _load_resnet18(baseline, recipe)
         return BaselineLearner(baseline)
-    if by_name:
-        make = functools.partial(SimpleCNAPS.from_backbone, recipe.backbone)
-        model = _made(make, {"adaptation": "film", "beta": 1.0, **recipe.model}, recipe, {"backbone"})
-    else:
-        model = _made(SimpleCNAPS, recipe.model, recipe, {"backbone"})
-    if model.film_generator is None:
+    if recipe.model.get("adaptation") == "none":
         raise ValueError("a model without adaptation has nothing to meta-train")
+    make: Callable[..., SimpleCNAPS] = SimpleCNAPS
+    names = _arguments(SimpleCNAPS, "backbone")
+    if by_name:
+        make = functools.partial(_on_pretrained_network, recipe.backbone)
+        names = [*dict.fromkeys(_arguments(pretrained_extractor, "name") + names)]
+    model = _made(make, recipe.model, recipe, names)
     checked_settings(model.config, "model")
     if not by_name:
         _load_resnet18(model, recipe)
@@ -127,9 +130,30 @@ def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
     return CNAPSLearner(model, recipe.lite, recipe.learn_scale, recipe.learn_pooling)
 
 
-def _made(make: Callable[..., Made], settings: Mapping[str, Any], recipe: MetaTrainRecipe, taken: set[str]) -> Made:
+def _on_pretrained_network(
+    name: str,
+    *,
+    image_size: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    positions: Sequence[str] | None = None,
+    pooling: Sequence[Mapping[str, Any]] | None = None,
+    **settings: Any,
+) -> SimpleCNAPS:
+    """Put untrained adaptation networks on a pretrained network; without ``positions``, FiLM follows the usual ones."""
+    statistics = None if pooling is None else read_statistics(pooling)
+    extractor = pretrained_extractor(
+        name, image_size=image_size, mean=mean, std=std, positions=positions, pooling=statistics
+    )
+    return SimpleCNAPS(image_size=extractor.image_size, backbone=extractor, **settings)
+
+
+def _arguments(function: Callable[..., Any], other_than: str) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != other_than]
+
+
+def _made(make: Callable[..., Made], settings: Mapping[str, Any], recipe: MetaTrainRecipe, known: list[str]) -> Made:
     """Make a model with random weights of the recipe's seed; ValueError if it has no such setting."""
-    known = [name for name in inspect.signature(make).parameters if name not in taken]
     if unknown := sorted(set(recipe.model) - set(known)):
         raise ValueError(f"model has no setting {unknown[0]!r} (settings are {', '.join(known)})")
     with torch.random.fork_rng(devices=[]):
@@ -145,7 +169,7 @@ def _load_resnet18(model: SimpleCNAPS | Baseline, recipe: MetaTrainRecipe) -> No
 @torch.no_grad()
 def _frozen_logits(model: EpisodicModel, task: Task, dtype: torch.dtype) -> Tensor:
     """Logits (m, k) of a task's queries from the network without adaptation."""
-    network = model.with_film(None, dtype)
+    network = AdaptedNetwork(model.feature_extractor, None, dtype, model.projection)
     fitted = FittedHead.fit(model.head, Features(network.features(task.support_images)), task.support_labels)
     return fitted.logits(network.features(task.query_images))
 
@@ -206,7 +230,7 @@ def meta_train(
     share = shared_out(recipe.tasks_per_step, "tasks_per_step", accelerator)
     learner = starting_learner(recipe).to(accelerator.device)
     model = learner.model
-    dtype = choose_dtype(recipe.precision, model)
+    dtype = choose_dtype(recipe.precision, model.feature_extractor)
     recorded = asdict(recipe) | {"precision": precision_name(dtype)}
     run = RunFolder(output, recorded, main=accelerator.is_main_process, tensorboard=tensorboard)
     progress = progress and accelerator.is_main_process

@@ -131,7 +131,8 @@ class MetaTrainRecipe(_Checked):
     validation : tuple of str
         Sources to select the best checkpoint on.
     model : mapping
-        Arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS`, or of its ``from_backbone`` for a network by name.
+        Arguments of :class:`~fewshot_mahalanobis.SimpleCNAPS`; for a network by name ``mean``, ``std``, ``positions``
+        and ``pooling`` too.
     init : str, optional
         Checkpoint of the same ``model`` and ``feature_scale`` whose adaptation networks to start from; default: random
         weights.

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.research.model import EpisodicModel
+from fewshot_mahalanobis.networks.devices import device_of
+from fewshot_mahalanobis.research.baselines.baseline import EpisodicModel
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.research.training.run import ignore_stop_signals
 from fewshot_mahalanobis.research.training.tasks import ValidationTasks
@@ -63,7 +64,7 @@ def validate(
             generator=torch.Generator(),
         )
         for number, task in zip(mine, tqdm(loader, desc=name, disable=not progress, leave=False), strict=True):
-            labels = task.support_labels.to(model.device)
+            labels = task.support_labels.to(device_of(model))
             adapted = model.adapt(task.support_images, labels, dtype=dtype)
             right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
             accuracies[number] = right.float().mean()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import MahalanobisHead, ManhattanHead, RegularizedCovariance, SimpleCNAPS
+from fewshot_mahalanobis.networks.simple_cnaps import adapted_network
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.meta_dataset import VariableEpisodes
 from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
@@ -197,7 +198,7 @@ def test_variants_are_what_their_names_say(model):
         episode = draw_episode(source.indices_of_class(), [3] * 4, 3, episode_rng(0, index))
         support, query = source.network_input(episode.support), source.network_input(episode.query)
         labels = torch.from_numpy(episode.support_labels)
-        networks = (projecting.adapted_network(support, labels, adapt=adapt) for adapt in (True, False))
+        networks = (adapted_network(projecting, support, adapt=adapt) for adapt in (True, False))
         (adapted, of_queries), (plain, plain_of_queries) = (
             (network.unprojected_features(support), network.unprojected_features(query)) for network in networks
         )

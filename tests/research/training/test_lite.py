@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fewshot_mahalanobis import SimpleCNAPS
+from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 from fewshot_mahalanobis.research.training.lite import lite_logits
 
 SIZE = 32
@@ -64,7 +65,7 @@ def test_film_parameters_in_chunks_and_their_gradient_are_those_of_the_whole_set
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = None
     results = []
-    for film in (model.film_parameters(support), model.film_parameters(support, 2)):
+    for film in (film_parameters(model, support), film_parameters(model, support, 2)):
         vector = torch.cat(list(film.tensors().values()))
         if weights is None:
             weights = torch.randn(len(vector), generator=torch.Generator().manual_seed(3))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fewshot_mahalanobis import load_checkpoint
 from fewshot_mahalanobis.checkpoints import load
 from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
+from fewshot_mahalanobis.networks.pooling import read_statistics
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
@@ -347,9 +348,8 @@ def test_the_weights_of_the_last_steps_are_averaged(folder, backbone, tmp_path, 
 
 
 def test_statistics_that_a_checkpoint_lacks_do_not_change_its_task_representation(folder, tmp_path):
-    first = SimpleCNAPS.from_backbone(
-        LITE0, image_size=32, adaptation="film", head="auto", frozen_features=True, pooling=POOLING[:2]
-    )
+    backbone = EfficientNet.pretrained(32, None, read_statistics(POOLING[:2]))
+    first = SimpleCNAPS(image_size=32, head="auto", frozen_features=True, backbone=backbone)
     torch.nn.init.normal_(first.feature_encoder.weight, std=0.1)
     first.save_pretrained(tmp_path)
     recipe = lite0_recipe(folder, model={"pooling": POOLING}, init=str(tmp_path))

@@ -157,6 +157,14 @@ def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Modu
     )
 
 
+def stored_weights(model: SimpleCNAPS) -> dict[str, Tensor]:
+    """Weights by name, as files hold them: all but those of EfficientNet-Lite0, which a dependency brings."""
+    network = model.feature_extractor
+    brought = isinstance(network, EfficientNet) and network.name == LITE0
+    weights = model.state_dict()
+    return {name: w for name, w in weights.items() if not (brought and name.startswith("feature_extractor."))}
+
+
 def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     """Give a model of :func:`model_without_weights` its weights, and set evaluation mode.
 
@@ -164,7 +172,7 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     ----------
     model : SimpleCNAPS
     weights : mapping of str to Tensor
-        Those of ``model.state_dict()``, in their shapes. The model takes the tensors themselves, floating-point ones in
+        Those of :func:`stored_weights`, in their shapes. The model takes the tensors themselves, floating-point ones in
         float32.
 
     Raises
@@ -177,7 +185,7 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     if isinstance(backbone, Backbone) and any(parameter.is_meta for parameter in backbone.network.parameters()):
         network = timm_network(str(backbone.origin), backbone.image_size, pretrained=False)  # now with memory
         backbone.network = network.requires_grad_(False).eval()
-    model.load_state_dict(weights, assign=True)
+    model.load_state_dict({**model.state_dict(), **weights}, assign=True)
     cast(nn.Module, model.feature_extractor).requires_grad_(False)
     if isinstance(backbone, Backbone):
         backbone.check_fingerprint()

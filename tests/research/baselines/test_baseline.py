@@ -22,8 +22,8 @@ from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.research.baselines import METHODS
+from fewshot_mahalanobis.research.baselines.baseline import Baseline, read_baseline
 from fewshot_mahalanobis.research.baselines.maml import MAML
-from fewshot_mahalanobis.research.baselines.model import Baseline, read_baseline
 from fewshot_mahalanobis.research.data.sources import load_source
 from fewshot_mahalanobis.research.evaluation.accuracy import Variant, head_of
 from fewshot_mahalanobis.research.training.meta_train import meta_train

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -16,10 +16,12 @@ from torch.func import functional_call
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.folder import WEIGHTS, check_finite, read_config, read_tensors, write_folder
 from fewshot_mahalanobis.heads import Head
+from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import LayerwiseFilmGenerator
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder, in_batches
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, channels_last, check_episode
 from fewshot_mahalanobis.research.baselines import METHODS
 from fewshot_mahalanobis.research.data.sources import ImageSource
@@ -68,8 +70,7 @@ def read_baseline(folder: Path) -> Baseline:
 class Baseline(nn.Module):
     """A FiLM ResNet18 with a method as its head: episodes in, logits out.
 
-    Training and evaluation use it as they use Simple CNAPS, by the interface
-    :class:`~fewshot_mahalanobis.research.model.EpisodicModel`.
+    Training and evaluation use it as they use Simple CNAPS.
 
     Parameters
     ----------
@@ -121,11 +122,6 @@ class Baseline(nn.Module):
         self.feature_extractor.eval()
         return self
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return next(self.parameters()).device
-
     def save(self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
         """Write the trained method with its card; the arguments are those of ``checkpoints.folder.write_folder``."""
         settings = checked_baseline_settings(self.config, "baseline.config")
@@ -136,7 +132,7 @@ class Baseline(nn.Module):
 
     def prepare(self, sources: Sequence[ImageSource], images: int = 5) -> None:
         """Show the method the features of a few images of each class of the training sources."""
-        network = self.with_film()
+        network = AdaptedNetwork(self.feature_extractor)
         self.head.prepare(
             network.features(source.network_input(indices[:images]))
             for source in sources
@@ -185,10 +181,6 @@ class Baseline(nn.Module):
         z = self.set_encoder(support_images, batch_size)
         return self.film_generator(z, in_batches(support_images, batch_size), self.feature_extractor)
 
-    def with_film(self, film: Film | None = None, dtype: torch.dtype = torch.float32) -> AdaptedNetwork:
-        """Return the network with given FiLM parameters (None: without), for inference."""
-        return AdaptedNetwork(self.feature_extractor, film, dtype, projection=None, device=self.device)
-
     @torch.no_grad()
     def adapt(
         self,
@@ -214,18 +206,23 @@ class Baseline(nn.Module):
             Images processed at a time; it bounds memory.
         """
         check_episode(support_images, support_labels)
-        images, labels = channels_last(support_images.to(self.device)), support_labels.to(self.device)
         extractor: FilmResNet18 = self.feature_extractor
         head: Head[Any] = self.head
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        device = device_of(extractor)
+        images, labels = channels_last(support_images.to(device)), support_labels.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             film = self._film(images, batch_size)
             weights, state = self.head.adapt_network(extractor, images, labels, training=False)
         if state is not None:
             extractor, head = copy.deepcopy(extractor), _TrainedLayer(self.head, state)
             extractor.load_state_dict(weights, strict=False)
-        network = AdaptedNetwork(extractor, film, dtype, projection=None, device=self.device)
+        network = AdaptedNetwork(extractor, film, dtype)
         support = Features(network.features(support_images, batch_size))
         return AdaptedTask(network, FittedHead.fit(head, support, support_labels))
+
+
+#: What training and evaluation take.
+EpisodicModel: TypeAlias = SimpleCNAPS | Baseline
 
 
 class _TrainedLayer(Head[Any]):
