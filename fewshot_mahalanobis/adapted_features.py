@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -32,11 +32,12 @@ from fewshot_mahalanobis.networks.devices import (
     choose_dtype,
     device_of,
     on_cpu,
-    within_memory,
 )
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS, adapted_network
 from fewshot_mahalanobis.networks.task import AdaptedNetwork
 from fewshot_mahalanobis.support_set.features import Features
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +212,7 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     ) -> tuple[AdaptedNetwork, int]:
         """The network adapted to batches of images, and how many images at a time the memory holds."""
         adapted = partial(adapted_network, model, images, adapt=self.adapt, dtype=dtype)
-        return within_memory(lambda size: adapted(batch_size=size), batch_size)
+        return _within_memory(lambda size: adapted(batch_size=size), batch_size)
 
     # ---------------------------------------------------------------- images -> features
 
@@ -317,8 +318,41 @@ def features_of_batches(
 ) -> Iterator[Features]:
     """Features of each batch by one network or two; ``batch_size`` images are tried at a time, then what has fitted."""
     for images in batches:
-        adapted, batch_size = within_memory(partial(network.features, images), min(batch_size, len(images)))
+        adapted, batch_size = _within_memory(partial(network.features, images), min(batch_size, len(images)))
         pretrained = None
         if unadapted is not None:
-            pretrained, batch_size = within_memory(partial(unadapted.features, images), batch_size)
+            pretrained, batch_size = _within_memory(partial(unadapted.features, images), batch_size)
         yield Features(adapted, pretrained)
+
+
+def _within_memory(compute: Callable[[int], Result], batch_size: int) -> tuple[Result, int]:
+    """Call ``compute(batch_size)``; halve the size, with a warning, until CUDA's memory holds such a batch.
+
+    Returns
+    -------
+    (Result, int)
+        The result, and the size that worked.
+
+    Raises
+    ------
+    torch.cuda.OutOfMemoryError
+        The memory does not hold one image.
+    """
+    size = batch_size
+    while True:
+        try:
+            result = compute(size)
+            break
+        except torch.cuda.OutOfMemoryError:
+            if size == 1:
+                raise
+        # Outside the handler, where the error no longer keeps the failed attempt's tensors alive.
+        torch.cuda.empty_cache()
+        size //= 2
+    if size < batch_size:
+        warnings.warn(
+            f"CUDA's memory does not hold a batch of {batch_size} images: continuing with {size} at a time. "
+            f"Set batch_size={size} to avoid the failed attempt",
+            stacklevel=2,
+        )
+    return result, size

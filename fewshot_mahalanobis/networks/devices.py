@@ -1,19 +1,16 @@
-"""The device and the precision of a network, and batches that fit the memory."""
+"""The device and the precision of a network."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
-
-Result = TypeVar("Result")
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -114,36 +111,3 @@ def on_cpu(value: Any) -> Any:
     """Copy a module to the CPU if it is on another device; return anything else as it is."""
     elsewhere = isinstance(value, nn.Module) and any(p.device.type != "cpu" for p in value.parameters())
     return copy.deepcopy(value).cpu() if elsewhere else value
-
-
-def within_memory(compute: Callable[[int], Result], batch_size: int) -> tuple[Result, int]:
-    """Call ``compute(batch_size)``; halve the size, with a warning, until CUDA's memory holds such a batch.
-
-    Returns
-    -------
-    (Result, int)
-        The result, and the size that worked.
-
-    Raises
-    ------
-    torch.cuda.OutOfMemoryError
-        The memory does not hold one image.
-    """
-    size = batch_size
-    while True:
-        try:
-            result = compute(size)
-            break
-        except torch.cuda.OutOfMemoryError:
-            if size == 1:
-                raise
-        # Outside the handler, where the error no longer keeps the failed attempt's tensors alive.
-        torch.cuda.empty_cache()
-        size //= 2
-    if size < batch_size:
-        warnings.warn(
-            f"CUDA's memory does not hold a batch of {batch_size} images: continuing with {size} at a time. "
-            f"Set batch_size={size} to avoid the failed attempt",
-            stacklevel=2,
-        )
-    return result, size

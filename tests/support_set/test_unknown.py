@@ -21,7 +21,7 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from typer.testing import CliRunner
 
-from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
+from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier, adapted_features
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.gaussians.temperature import fit_temperature
@@ -430,9 +430,7 @@ def test_settings_that_do_not_fit_are_refused_before_the_network_runs() -> None:
     for setting in settings:
         classifier = SimpleCNAPSClassifier(model, device="cpu", **setting)
         with (
-            patch(
-                "fewshot_mahalanobis.adapted_features.adapted_network", side_effect=AssertionError("the network ran")
-            ),
+            patch.object(adapted_features, "adapted_network", side_effect=AssertionError("the network ran")),
             pytest.raises(ValueError, match=next(iter(setting))),
         ):
             classifier.fit(pictures(8, 1), LABELS)
