@@ -40,7 +40,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class Task(NamedTuple):
+class Measured(NamedTuple):
     """Accuracies of one task, from 0 to 1."""
 
     left_out: float
@@ -66,14 +66,14 @@ def features(model: SimpleCNAPS, source: ImageSource, n: int, first: int) -> Ite
         }
 
 
-def measure(task: dict[str, Any]) -> Task:
+def measure(task: dict[str, Any]) -> Measured:
     """Accuracy that five images a class predict, and the measured one with ten."""
     (few, many), (queries, truth) = (_fitted(*task[name]) for name in ("few", "many")), task["queries"]
     summary = summarise(few)
     assert summary.curve is not None
     accuracy, low, high = summary.curve.expected(more=MANY - FEW)
     right = float((many.logits(queries).argmax(dim=1) == truth).double().mean())
-    return Task(summary.accuracy, accuracy, right, low <= right + 1 / len(truth) and right - 1 / len(truth) <= high)
+    return Measured(summary.accuracy, accuracy, right, low <= right + 1 / len(truth) and right - 1 / len(truth) <= high)
 
 
 def _support(features: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ def collect(file: Path, model: SimpleCNAPS, path: str, n: int) -> list[dict[str,
     return found[:n]
 
 
-def row(tasks: list[Task]) -> list[float]:
+def row(tasks: list[Measured]) -> list[float]:
     """Means over the tasks of a set, in per cent, and errors in points."""
     left_out, predicted, measured, within = 100 * np.array(tasks, dtype=float).T
     error = predicted - measured

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from PIL import Image
@@ -21,15 +20,7 @@ from fewshot_mahalanobis.plotting import plot_task
 PICTURE = Path(__file__).with_name("first_task.png")
 
 
-class Square(NamedTuple):
-    """A square piece of a photograph, in pixels; photograph 0 is a pagoda by a lake, 1 a dahlia."""
-
-    photograph: int
-    left: int
-    top: int
-    side: int
-
-
+# Square pieces: number of the photograph (0 is a pagoda by a lake, 1 a dahlia), left, top and side in pixels.
 SUPPORT = {
     "columns": [(0, 106, 188, 50), (0, 212, 188, 50), (0, 266, 188, 50), (0, 140, 286, 50), (0, 250, 286, 50)],
     "dahlia": [(1, 186, 112, 64), (1, 322, 100, 64), (1, 250, 164, 64), (1, 378, 228, 58), (1, 204, 270, 64)],
@@ -51,9 +42,8 @@ def pieces(squares: dict[str, list[tuple[int, int, int, int]]]) -> tuple[list[Im
     photographs = [Image.fromarray(photograph) for photograph in load_sample_images().images]
     images, labels = [], []
     for label, of_class in squares.items():
-        for square in map(Square._make, of_class):
-            left, top, side = square.left, square.top, square.side
-            images.append(photographs[square.photograph].crop((left, top, left + side, top + side)))
+        for number, left, top, side in of_class:
+            images.append(photographs[number].crop((left, top, left + side, top + side)))
             labels.append(label)
     return images, labels
 

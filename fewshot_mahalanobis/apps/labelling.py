@@ -36,7 +36,7 @@ class UnreadableImages(ValueError):
 
 
 @dataclass(frozen=True)
-class Prediction:
+class LabelledFile:
     """The label of one file, and the probabilities of the classes where they are wanted."""
 
     path: Path
@@ -102,7 +102,7 @@ def _fit(
 
 def predict_files(
     classifier: SimpleCNAPSClassifier, paths: Sequence[Path], *, probabilities: bool = False, skip_errors: bool = False
-) -> tuple[list[Prediction], dict[Path, str]]:
+) -> tuple[list[LabelledFile], dict[Path, str]]:
     """Label image files by a fitted classifier.
 
     Parameters
@@ -117,7 +117,7 @@ def predict_files(
 
     Returns
     -------
-    predictions : list of Prediction
+    predictions : list of LabelledFile
         In the order of ``paths``.
     problems : dict of Path to str
         Images that were left out, and why.
@@ -128,7 +128,7 @@ def predict_files(
         Images cannot be read and ``skip_errors`` is False, or none can be read. It lists all of them.
     """
     classes, size = classifier.classes_.tolist(), classifier.model_.image_size
-    predictions: list[Prediction] = []
+    predictions: list[LabelledFile] = []
     problems: dict[Path, str] = {}
     on_cpu = classifier.device_.type == "cpu"
     batches = _batches(classifier, paths, size, problems, "predicting", classifier.batch_size if on_cpu else _BATCH)
@@ -140,12 +140,12 @@ def predict_files(
         rows = answers.probabilities.tolist() if probabilities else [None] * len(batch.indices)
         for index, label, row in zip(batch.indices, answers.labels.tolist(), rows, strict=True):
             by_class = None if row is None else dict(zip(classes, row, strict=True))
-            predictions.append(Prediction(paths[index], label, by_class))
+            predictions.append(LabelledFile(paths[index], label, by_class))
     _check(problems, len(paths), skip_errors)
     return predictions, problems
 
 
-def write_csv(stream: TextIO, predictions: Iterable[Prediction], classes: Sequence[Any], top_k: int) -> None:
+def write_csv(stream: TextIO, predictions: Iterable[LabelledFile], classes: Sequence[Any], top_k: int) -> None:
     """Write path and label, the probability of each of ``classes``, then the ``top_k`` best labels with theirs.
 
     The column of a class is named after it. Where another column has that name, "probability of " stands before it.
@@ -170,7 +170,7 @@ def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
     return columns
 
 
-def to_json(predictions: Iterable[Prediction], proba: bool, top_k: int) -> str:
+def to_json(predictions: Iterable[LabelledFile], proba: bool, top_k: int) -> str:
     """List of objects with "path" and "label", with "probabilities" if ``proba`` and "top" if ``top_k`` > 0."""
     rows = []
     for prediction in predictions:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fewshot_mahalanobis.apps.labelling import Prediction, write_csv
+from fewshot_mahalanobis.apps.labelling import LabelledFile, write_csv
 from fewshot_mahalanobis.images import folders, formats
 from fewshot_mahalanobis.images.folders import (
     find_class_images,
@@ -355,7 +355,7 @@ def test_a_table_with_probabilities_can_be_fitted_again(classes: list[str], top_
     for number, label in enumerate(labels):
         (tmp_path / f"{number}, a.jpg").touch()
         shares = {name: (0.9 if name.strip() == label else 0.1) for name in classes}
-        rows.append(Prediction(Path(f"{number}, a.jpg"), label, shares))
+        rows.append(LabelledFile(Path(f"{number}, a.jpg"), label, shares))
     stream = io.StringIO()
     write_csv(stream, rows, classes, top_k)
     columns, *cells = csv.reader(io.StringIO(stream.getvalue(), newline=""))
