@@ -47,6 +47,13 @@ def tiny_model() -> SimpleCNAPS:
     return model.eval()
 
 
+def unadapted_model() -> SimpleCNAPS:
+    """An untrained ResNet18 for 32 pixels, without adaptation."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return SimpleCNAPS(adaptation="none", image_size=32).eval()
+
+
 def pictures(n: int, seed: int) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, size=(n, 12, 12, 3), dtype=np.uint8)
 

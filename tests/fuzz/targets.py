@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,12 +12,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, save_checkpoint
 from fewshot_mahalanobis.images import picture as images_module
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.picture import read_square_array
+from tests.checkpoints.forging import Forgery, parts_of, safetensors
+from tests.tiny import unadapted_model
 
 SIDE = 16
 #: Values that JSON allows and no field expects.
@@ -90,10 +91,6 @@ class Images:
         return [*marks.split(b" "), b"%!PS-Adobe-3.0", b"NETSCAPE2.0"]
 
 
-def safetensors(header: bytes, data: bytes = b"") -> bytes:
-    return struct.pack("<Q", len(header)) + header + data
-
-
 class Checkpoints:
     """Half of the bytes as ``config.json``, half as ``model.safetensors``; the first byte chooses the mixture.
 
@@ -103,15 +100,11 @@ class Checkpoints:
     longest = 1 << 15
 
     def __init__(self, folder: Path) -> None:
-        with torch.random.fork_rng(devices=[]):
-            model = SimpleCNAPS(adaptation="none", image_size=32)
         self.folder, self.whole = folder / "checkpoint", folder / "whole"
         self.folder.mkdir()
-        save_checkpoint(model, self.whole, dtype=torch.float16)
+        save_checkpoint(unadapted_model(), self.whole, dtype=torch.float16)
         self.config = (self.whole / "config.json").read_bytes()
-        content = (self.whole / "model.safetensors").read_bytes()
-        (length,) = struct.unpack("<Q", content[:8])
-        self.header = content[8 : 8 + length]
+        self.header, _ = parts_of(self.whole / "model.safetensors")
 
     def __call__(self, data: bytes) -> None:
         choice, data = data[:1] or b"\0", data[1:]
@@ -148,39 +141,31 @@ class Checkpoints:
 class Classifiers:
     """The JSON of a saved classifier's header, or with a first byte from 128 the whole file.
 
-    The tensors behind it are zeros that take no room on disk. A sound header gets as far as their digest, which no
+    The weights behind it are zeros that take no room on disk. A sound header gets as far as their digest, which no
     guess meets; so it is not computed, and what comes after it, the labels, is tried on its own.
     """
 
     longest = 1 << 14
 
     def __init__(self, folder: Path) -> None:
-        with torch.random.fork_rng(devices=[]):
-            model = SimpleCNAPS(adaptation="none", image_size=32).eval()
-        classifier = SimpleCNAPSClassifier(model, device="cpu")
+        classifier = SimpleCNAPSClassifier(unadapted_model(), device="cpu")
         images = np.arange(3 * 8 * 8, dtype=np.uint8).reshape(3, 8, 8)
         classifier.fit(images, ["a", "b", "b"]).save(folder / "saved")
-        content = (folder / "saved").read_bytes()
-        (length,) = struct.unpack("<Q", content[:8])
-        self.header = json.loads(content[8 : 8 + length])
-        self.text, self.room = self.header["__metadata__"]["classifier"], len(content) - length - 8
-        self.path = folder / "forged"
+        self.forgery = Forgery(folder / "saved", folder / "forged")
+        self.text: str = self.forgery.header["__metadata__"]["classifier"]
         classifier_file._digest = lambda tensors: ""
 
     def __call__(self, data: bytes) -> None:
         if data[:1] >= b"\x80":
-            self.path.write_bytes(data[1:])
+            self.forgery.path.write_bytes(data[1:])
         else:
             text = data[1:].decode("utf-8", "replace")
-            self.header["__metadata__"]["classifier"] = text
-            with self.path.open("wb") as file:
-                file.write(safetensors(json.dumps(self.header).encode()))
-                file.truncate(file.tell() + self.room)
+            self.forgery.write(text)
             self._labels(text)
         try:
-            SimpleCNAPSClassifier.load(self.path, device="cpu")
+            SimpleCNAPSClassifier.load(self.forgery.path, device="cpu")
         except ValueError as error:
-            promise(str(self.path) in str(error), "the error names the file")
+            promise(str(self.forgery.path) in str(error), "the error names the file")
 
     @staticmethod
     def _labels(text: str) -> None:
@@ -200,32 +185,12 @@ class Classifiers:
         yield b"\0" + self.text.encode()
         for labels in ({"dtype": "<i8", "classes": [1, 2]}, {"dtype": "|O", "classes": ["a", "bb"]}):
             yield b"\0" + json.dumps({**json.loads(self.text), "labels": labels}).encode()
-        yield b"\xff" + safetensors(json.dumps(self.header).encode())
+        yield b"\xff" + safetensors(self.forgery.header)
 
     def words(self) -> list[bytes]:
         fields = json.loads(self.text)
-        names = [
-            *fields,
-            *fields["model"],
-            *fields["parameters"],
-            *fields["labels"],
-            "<U9",
-            "<f8",
-            "|b1",
-            "V9",
-            "O",
-            "<M8[s]",
-        ]
-        return [
-            *(f'"{name}"'.encode() for name in names),
-            b"null",
-            b"true",
-            b"1e999",
-            b"NaN",
-            b"-1",
-            b"[[[[",
-            b"\\ud800",
-        ]
+        names = [*fields, *fields["model"], *fields["parameters"], *fields["labels"]]
+        return quoted([*names, "<U9", "<f8", "|b1", "V9", "O", "<M8[s]"]) + ODD
 
 
 TARGETS = {"images": Images, "checkpoints": Checkpoints, "classifiers": Classifiers}

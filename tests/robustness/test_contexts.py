@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +12,8 @@ import torch
 from torch import nn
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
+from tests.robustness.process import CONTEXTS
 from tests.tiny import LABELS, adapting_model, pictures
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "float64 by default": lambda: default_dtype(torch.float64),
-    "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
-    "meta device": lambda: torch.device("meta"),
-    "inference": torch.inference_mode,
-    "gradients": torch.enable_grad,
-}
 
 
 class Tokens(nn.Module):

@@ -25,6 +25,9 @@ from safetensors.torch import load_file, save_file
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.checkpoints import CheckpointError, classifier_file, save_checkpoint
 from fewshot_mahalanobis.research.data.sources import load_source
+from tests.checkpoints.forging import Forgery, safetensors
+from tests.checkpoints.models import Bomb
+from tests.tiny import pictures, unadapted_model
 
 SIZE = 32
 LABELS = ["blue", "green", "red", "blue", "green"]
@@ -32,14 +35,12 @@ LABELS = ["blue", "green", "red", "blue", "green"]
 
 @pytest.fixture(scope="module")
 def support() -> NDArray[np.uint8]:
-    return np.random.default_rng(0).integers(0, 256, size=(5, 12, 12, 3), dtype=np.uint8)
+    return pictures(5, 0)
 
 
 @pytest.fixture(scope="module")
 def model() -> SimpleCNAPS:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return SimpleCNAPS(adaptation="none", image_size=SIZE).eval()
+    return unadapted_model()
 
 
 @pytest.fixture(scope="module")
@@ -59,40 +60,6 @@ def checkpoint(model: SimpleCNAPS, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("checkpoint")
     save_checkpoint(model, folder, dtype=torch.float16)
     return folder
-
-
-class Forgery:
-    """A saved classifier whose safetensors header and JSON may be changed, over zeros that take no room on disk.
-
-    The digest is left out of play, as a forger would compute it anew.
-    """
-
-    def __init__(self, saved: Path, path: Path) -> None:
-        content = saved.read_bytes()
-        (length,) = struct.unpack("<Q", content[:8])
-        self.header: dict[str, Any] = json.loads(content[8 : 8 + length])
-        self.tensors = {name: entry for name, entry in self.header.items() if name != "__metadata__"}
-        self.json: Any = json.loads(self.header["__metadata__"]["classifier"])
-        self.small = {
-            name: content[8 + length + start : 8 + length + end]
-            for name in ("support_features", "support_labels")
-            for start, end in [self.header[name]["data_offsets"]]
-        }
-        self.path = path
-
-    def write(self, text: str | None = None) -> Path:
-        self.header["__metadata__"]["classifier"] = json.dumps(self.json) if text is None else text
-        header = json.dumps(self.header).encode()
-        end = max(entry["data_offsets"][1] for name, entry in self.header.items() if name != "__metadata__")
-        with self.path.open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            start = file.tell()
-            file.truncate(start + end)
-            for name, data in self.small.items():
-                if name in self.header:
-                    file.seek(start + self.header[name]["data_offsets"][0])
-                    file.write(data)
-        return self.path
 
 
 @pytest.fixture
@@ -279,9 +246,8 @@ def test_a_lying_tensor_header_is_refused(
     for entry in forgery.header.values():  # the file itself stays as large as it was
         if "data_offsets" in entry and entry["data_offsets"][1] > end:
             path = forgery.path
-            header = json.dumps(forgery.header).encode()
-            path.write_bytes(struct.pack("<Q", len(header)) + header)
-            os.truncate(path, 8 + len(header) + end)
+            path.write_bytes(safetensors(forgery.header))
+            os.truncate(path, path.stat().st_size + end)
             assert_refused(path, message)
             return
     assert_refused(forgery.write(), message)
@@ -297,16 +263,6 @@ def test_support_labels_that_do_not_count_the_classes_are_refused(labels: list[i
 def test_support_features_that_are_not_finite_are_refused(value: float, forgery: Forgery) -> None:
     forgery.small["support_features"] = np.full((5, 512), value, "<f4").tobytes()
     assert_refused(forgery.write(), "'support_features' has NaN or infinite entries")
-
-
-class Bomb:
-    """Unpickling it would make a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.path,))
 
 
 def test_pickles_are_refused_and_no_code_runs(
@@ -401,8 +357,7 @@ def test_a_number_that_no_float_holds_or_no_method_takes_is_refused(
 
 def test_a_file_of_many_empty_tensors_is_refused_by_their_number(checkpoint: Path, tmp_path: Path) -> None:
     header = {f"../{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(5_000)}
-    text = json.dumps(header).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    (tmp_path / "model.safetensors").write_bytes(safetensors(header))
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="missing") as caught:
         load_checkpoint(tmp_path)

@@ -9,33 +9,24 @@ from __future__ import annotations
 
 import copy
 import inspect
-import locale
-import logging
-import os
 import pickle
-import random
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import accelerate  # noqa: F401 (training imports it, which adds a warning filter of its own)
-import matplotlib
 import numpy as np
 import onnx
 import pytest
 import torch
 import torch._dynamo  # the first use of an optimiser imports it, which sets a variable and a warning filter
 from numpy.typing import NDArray
-from PIL import Image, ImageFile
+from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 
@@ -61,80 +52,9 @@ from fewshot_mahalanobis.research.training.meta_train import MetaTrainRecipe, me
 from fewshot_mahalanobis.research.training.pretrain import PretrainRecipe, pretrain
 from tests.drawn_tasks import make_task
 from tests.golden import recipe
+from tests.robustness.process import other_process_state, process_state, process_unchanged
 
 SIZE = 32
-
-
-def process_state() -> dict[str, Any]:
-    """Everything global that a numerical library might change in passing."""
-    return {
-        "torch's random state": torch.get_rng_state().tolist(),
-        "NumPy's random state": [np.asarray(part).tolist() for part in np.random.get_state()],  # noqa: NPY002
-        "random's state": random.getstate(),
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "anomaly mode": torch.is_anomaly_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "deterministic algorithms": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "precision of float32 products": torch.get_float32_matmul_precision(),
-        "convolutions": (
-            torch.backends.cudnn.benchmark,
-            torch.backends.cudnn.deterministic,
-            torch.backends.mkldnn.enabled,
-        ),
-        "printing of tensors": copy.copy(vars(torch._tensor_str.PRINT_OPTS)),
-        "warning filters": list(warnings.filters),
-        "NumPy's errors": np.geterr(),
-        "NumPy's printing": np.get_printoptions(),
-        "matplotlib's settings": {
-            # past rcParams's own look-up, which would choose a backend
-            key: dict.__getitem__(matplotlib.rcParams, key)
-            for key in matplotlib.rcParams
-        },
-        "Pillow's limits": (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES),
-        "environment": dict(os.environ),
-        "folder": Path.cwd(),
-        "import path": list(sys.path),
-        "recursion limit": sys.getrecursionlimit(),
-        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
-        "logging": (logging.root.level, list(logging.root.handlers), logging.root.disabled),
-        "locale": locale.setlocale(locale.LC_ALL),
-        "sockets": socket.getdefaulttimeout(),
-        "hooks": (sys.excepthook, sys.displayhook),
-    }
-
-
-@contextmanager
-def process_unchanged() -> Iterator[None]:
-    before = process_state()
-    yield
-    after = process_state()
-    assert [name for name in before if before[name] != after[name]] == []
-
-
-@contextmanager
-def other_process_state() -> Iterator[None]:
-    """Other seeds, no gradients, deterministic algorithms: what a caller may have set."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.manual_seed(123)
-    np.random.seed(123)  # noqa: NPY002
-    random.seed(123)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        random.setstate(states[2])
 
 
 def bits(value: Any) -> Any:
