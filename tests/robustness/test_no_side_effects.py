@@ -34,6 +34,7 @@ import fewshot_mahalanobis
 from fewshot_mahalanobis import (
     AdaptedFeatures,
     MahalanobisClassifier,
+    Region,
     RegularizedCovariance,
     SimpleCNAPS,
     SimpleCNAPSClassifier,
@@ -303,6 +304,7 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     "AdaptedFeatures": lambda world, folder: (
         AdaptedFeatures(world.model, device="cpu").fit(world.images).transform(world.images[:2])
     ),
+    "Region": lambda world, folder: world.fitted.transform([Region(world.images[0], (2, 3, 20, 10))]),
     "features": lambda world, folder: world.fitted.features(world.images[:2]).adapted,
     "image_batches": lambda world, folder: list(world.fitted.image_batches(world.images[:2])),
     "summary": lambda world, folder: str(world.fitted.summary()),
