@@ -131,15 +131,14 @@ def test_no_query_of_the_first_picture_shares_a_pixel_with_a_support_image(monke
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     script = importlib.import_module("first_task")
     support, queries = (
-        [script.Square(*square) for of_class in squares.values() for square in of_class]
-        for squares in (script.SUPPORT, script.QUERIES)
+        [square for of_class in squares.values() for square in of_class] for squares in (script.SUPPORT, script.QUERIES)
     )
     assert len(support) == 25
-    for one in support:
-        for other in queries:
-            apart = max(other.left - one.left - one.side, one.left - other.left - other.side)
-            below = max(other.top - one.top - one.side, one.top - other.top - other.side)
-            assert one.photograph != other.photograph or max(apart, below) >= 0, (one, other)
+    for photograph, left, top, side in support:
+        for other, its_left, its_top, its_side in queries:
+            apart = max(its_left - left - side, left - its_left - its_side)
+            below = max(its_top - top - side, top - its_top - its_side)
+            assert photograph != other or max(apart, below) >= 0, (photograph, left, top, other, its_left, its_top)
 
 
 def test_the_papers_table_is_what_the_command_prints_beside_ones_own() -> None:
