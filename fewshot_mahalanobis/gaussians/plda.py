@@ -212,9 +212,11 @@ def choose_plda_settings(features: Tensor, labels: Tensor, groups: Tensor | None
         return PldaSettings(unit * 10**_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, 0.0, _ONE_SHOT_SCALE, "task")
     if len(counts) == 1:
         return _at_centre(unit)
-    power = _chosen_power(x, labels, groups) if bool((x >= 0).all()) else 1.0
+    power, left_out = _chosen_power(x, labels, groups) if bool((x >= 0).all()) else (1.0, None)
     x = to_power(x, power)
-    unit, left_out = float(x.var(dim=0).mean()), _Likelihood(x, labels, groups)
+    unit = float(x.var(dim=0).mean())
+    if left_out is None or len(counts) > _POWER_CLASSES:
+        left_out = _Likelihood(x, labels, groups)
     settings = _at_centre(unit, power)
     fits = [left_out.fitted(replace(settings, beta=unit * 10**exponent))[1] for exponent in _BETA_PRIOR.candidates]
     settings = replace(settings, beta=unit * 10 ** _BETA_PRIOR.mean([loss * left_out.examples for loss in fits]))
@@ -230,18 +232,20 @@ def _at_centre(variance: float, power: float = 1.0) -> PldaSettings:
     return PldaSettings(variance * 10**_BETA_PRIOR.centre, _ONE_SHOT_SPREAD, 0.0, 1.0, "within", power)
 
 
-def _chosen_power(x: Tensor, labels: Tensor, groups: Tensor | None) -> float:
-    """1, or 1/2 where the left-out examples are more likely so."""
+def _chosen_power(x: Tensor, labels: Tensor, groups: Tensor | None) -> tuple[float, _Likelihood | None]:
+    """1, or 1/2 where the left-out examples are more likely so, and the likelihood of the classes that chose it."""
     few = torch.isin(labels, labels.bincount().argsort(descending=True, stable=True)[:_POWER_CLASSES])
     labels, groups = labels[few].unique(return_inverse=True)[1], None if groups is None else joined_groups(groups[few])
     if int(remaining_examples(labels, groups).max()) == 0:
-        return 1.0
-    losses = {}
+        return 1.0, None
+    likelihoods, losses = {}, {}
     for power in (1.0, 0.5):
         powered = to_power(x[few], power)
         settings = _at_centre(float(powered.var(dim=0).mean()), power)
-        losses[power] = _Likelihood(powered, labels, groups).fitted(settings)[1]
-    return min(losses, key=lambda power: losses[power])
+        likelihoods[power] = _Likelihood(powered, labels, groups)
+        losses[power] = likelihoods[power].fitted(settings)[1]
+    chosen = min(losses, key=lambda power: losses[power])
+    return chosen, likelihoods[chosen]
 
 
 class _Likelihood:
@@ -250,16 +254,17 @@ class _Likelihood:
     def __init__(self, x: Tensor, labels: Tensor, groups: Tensor | None) -> None:
         self.left_out = PldaWithout(x, labels, groups)
         order = labels.argsort(stable=True)
-        order = order[remaining_examples(labels, groups)[order] > 0]
-        numbers = torch.arange(len(labels), device=labels.device) if groups is None else groups
-        chosen = torch.tensor([*dict.fromkeys(numbers[order].tolist())], device=labels.device)
-        chosen = chosen[:: max(1, math.ceil(len(chosen) / _MAX_LEFT_OUT))]  # whole groups
-        self.rows = order[torch.isin(numbers[order], chosen)]
-        self.chosen = self.left_out.without(
-            [removal.select(torch.isin(numbers[removal.rows[:, 0]], chosen)) for removal in self.left_out.groups]
-        )
-        self.labels = labels[self.rows]
-        self.weights = left_out_weights(labels, groups)[self.rows].to(x)
+        order = order[self.left_out.weights[order] > 0]
+        self.rows, self.chosen = order, self.left_out.all
+        if len(order) > _MAX_LEFT_OUT:
+            numbers = torch.arange(len(labels), device=labels.device) if groups is None else groups
+            chosen = torch.tensor([*dict.fromkeys(numbers[order].tolist())], device=labels.device)
+            chosen = chosen[:: math.ceil(len(chosen) / _MAX_LEFT_OUT)]  # whole groups
+            self.rows = order[torch.isin(numbers[order], chosen)]
+            self.chosen = self.left_out.without(
+                [removal.select(torch.isin(numbers[removal.rows[:, 0]], chosen)) for removal in self.left_out.groups]
+            )
+        self.labels, self.weights = labels[self.rows], self.left_out.weights[self.rows].to(x)
         self.examples = float(self.weights.sum())
 
     def fitted(self, settings: PldaSettings, share: float = 0.0) -> tuple[PldaSettings, float]:
@@ -316,13 +321,9 @@ class PldaWithout:
 
     def moments(self, beta: float) -> tuple[float, float]:
         """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
-        distance = 0.0
-        for without in self.all:
-            rows = without.removal.rows[without.remain]
-            # Left out, an example is t (1 + 1 / n_k) from the mean of n_k others.
-            own = without.own_distances(beta)[without.remain] / (1 + 1 / self.worth_of_others[rows])
-            distance += float((self.weights[rows] * own).sum())
-        distance /= float(self.weights.sum())
+        # Left out, an example is t (1 + 1 / n_k) from the mean of n_k others.
+        weights = self.weights / (1 + 1 / self.worth_of_others) / self.weights.sum()
+        distance = sum(float((weights[part.removal.rows] * part.own_distances(beta)).sum()) for part in self.all)
         k = len(self.counts)
         between = float(self.squared_lengths(self.inverse(beta, self.freedom), beta).mean()) * k / (k - 1)
         noise = distance * float((1 / self.worth).mean())
@@ -344,10 +345,8 @@ class PldaWithout:
         return 1 / (self.eigenvalues / divisor + beta) if divisor > 0 else torch.full_like(self.eigenvalues, 1 / beta)
 
     def products(self, classes: Tensor, inverse: Tensor, beta: float) -> Tensor:
-        """M_y^T (S + beta I)^-1 M_j (..., k) of ``classes`` y (...) with all j, by the eigenvalues of the inverse."""
-        unique, index = classes.unique(return_inverse=True)
-        products = (self.means[unique] * inverse) @ self.means.T + self.outside[unique] / beta
-        return products[index]
+        """M_y^T (S + beta I)^-1 M_j (k', k) of ``classes`` y (k',) with all j, by the eigenvalues of the inverse."""
+        return (self.means[classes] * inverse) @ self.means.T + self.outside[classes] / beta
 
     def squared_lengths(self, inverse: Tensor, beta: float) -> Tensor:
         """M_j^T (S + beta I)^-1 M_j (k,), by the eigenvalues of the inverse."""
@@ -369,13 +368,13 @@ class _Without:
         self.divisor = parts.freedom - size + removal.emptied
         self.removed = 1 / self.divisor if self.divisor > 0 else 0.0
         self.v, self.remain, self.remaining = parts.v[removal.rows], remaining > 0, remaining.clamp(min=1)
+        self.classes, self.class_of = removal.labels.unique(return_inverse=True)
         self.inverse_weights = removal.inverse_weights()
         self.identity = torch.eye(size, dtype=remaining.dtype, device=remaining.device)
 
     def own_distances(self, beta: float) -> Tensor:
         """Squared distances (G, g) of the members to the means of what remains of their classes."""
-        same = self.removal.labels[:, :, None] == self.removal.labels[:, None]
-        moved = self.identity + same / self.remaining[..., None]  # x less the mean, of v_i
+        moved = self._moves_from_own
         gram = (self.v * self.parts.inverse(beta, self.divisor)) @ self.v.mT
         v_x = gram @ moved.mT
         return (moved * v_x.mT).sum(dim=2) + self._along(v_x, gram).square().sum(dim=1)
@@ -388,7 +387,8 @@ class _Without:
         weighted = self.v * inverse
         gram = weighted @ self.v.mT  # v_a^T B^-1 v_b (G, g, g)
         v_n = weighted @ self.parts.means.T  # v_a^T B^-1 M_j (G, g, k)
-        n_y = self.parts.products(labels, inverse, beta)  # M_y^T B^-1 M_j of each member's class y (G, g, k)
+        m_y = self.parts.products(self.classes, inverse, beta)
+        n_y = m_y[self.class_of]  # M_y^T B^-1 M_j of each member's class y (G, g, k)
         n_n = self.parts.squared_lengths(inverse, beta).expand(len(labels), -1)  # (G, k)
         if self.removal.emptied:  # N_j, the M_j less their mean s over the classes that remain, in place of the M_j
             shares = self._emptied_shares  # s = -sum shares M
@@ -399,15 +399,16 @@ class _Without:
             n_y = n_y - s_n[:, None] - s_y.mT + s_s[..., None]
             n_n = n_n - 2 * s_n + s_s
         v_y = v_n.gather(2, members)  # v_a^T N_y of member i (G, a, i)
-        f, h = self._moves
-        v_f, v_h = gram @ f, gram @ h
-        x_x = n_y.gather(2, labels[..., None]) + (h * (2 * v_y + v_h)).sum(dim=1)[..., None]
-        x_m = n_y + h.mT @ (v_n + v_f) + v_y.mT @ f
-        m_m = (n_n + (f * (2 * v_n + v_f)).sum(dim=1))[:, None]
-        along_x, along_m = self._along(v_y + v_h, gram), self._along(v_n + v_f, gram)
-        x_x = x_x + along_x.square().sum(dim=1)[..., None]
-        x_m = x_m + along_x.mT @ along_m
-        m_m = m_m + along_m.square().sum(dim=1)[:, None]
+        # The m_j - c beside the x_i - c: their products with the v_a (G, g, k + g), and what the moves add to lengths.
+        moves, sizes = self._moves, (v_n.shape[2], v_y.shape[2])
+        v_before = torch.cat([v_n, v_y], dim=2)
+        v_after = v_before + gram @ moves
+        along = self._along(v_after, gram)
+        added_m, added_x = ((moves * (v_before + v_after)).sum(dim=1) + along.square().sum(dim=1)).split(sizes, dim=1)
+        m_m = (n_n + added_m)[:, None]
+        x_x = n_y.gather(2, labels[..., None]) + added_x[..., None]
+        (f, h), (along_m, along_x) = moves.split(sizes, dim=2), along.split(sizes, dim=2)
+        x_m = n_y + h.mT @ v_after[..., : sizes[0]] + v_y.mT @ f + along_x.mT @ along_m
         shrink, ratio = shrinkage(self._worth, settings.spread)
         distance = x_x - 2 * shrink * x_m + shrink.square() * m_m
         logits = -settings.scale * (distance / ratio + settings.freedom * ratio.log())
@@ -425,12 +426,18 @@ class _Without:
         return ((~self.remain).to(self.v) / taken)[:, None] / self._classes
 
     @cached_property
-    def _moves(self) -> tuple[Tensor, Tensor]:
-        """F (G, g, k) and h (G, g, g): m_j - c = N_j + sum_a f_aj v_a and x_i - c = N_y + sum_a h_ai v_a."""
+    def _moves_from_own(self) -> Tensor:
+        """Weights (G, g, g) of the v_a in each member less the mean of what remains of its class."""
+        same = self.removal.labels[:, :, None] == self.removal.labels[:, None]
+        return self.identity + same / self.remaining[..., None]
+
+    @cached_property
+    def _moves(self) -> Tensor:
+        """F and h (G, g, k + g): m_j - c = N_j + sum_a f_aj v_a and x_i - c = N_y + sum_a h_ai v_a."""
         shares = (self.remain / self.remaining)[..., None]
         of_centre = shares / self._classes  # minus what c moves by, of v_a (G, g, 1)
         f = of_centre.repeat(1, 1, len(self.parts.counts)).scatter_add(2, self.removal.labels[..., None], -shares)
-        return f, self.identity + of_centre
+        return torch.cat([f, self.identity + of_centre], dim=2)
 
     @cached_property
     def _worth(self) -> Tensor:

@@ -79,13 +79,13 @@ def temperature_fit(logits: Tensor, labels: Tensor, smoothing: float, weights: T
     logits, labels, weights, present = logits[counted], labels[counted], weights[counted, None], present[counted]
     n, k = float(weights.sum()), present.sum(dim=1, keepdim=True).double()
     total = n + k * smoothing
-    targets = (smoothing / total * present).scatter(1, labels[:, None], (n + smoothing) / total)
+    targets = weights * (smoothing / total * present).scatter(1, labels[:, None], (n + smoothing) / total)
     mean = logits.where(present, 0.0).sum(dim=1, keepdim=True) / k
     spread = float(logits.where(present, mean).std(dim=1).mean()) if logits.shape[1] > 1 else 0.0
     scaled = (logits / (spread or 1.0)).clamp(min=-1e100)  # finite, as an absent class is multiplied by a target of 0
 
     def loss(log_temperature: float) -> float:
-        return -float((weights * targets * torch.log_softmax(scaled / math.exp(log_temperature), dim=1)).sum()) / n
+        return -float((targets * torch.log_softmax(scaled / math.exp(log_temperature), dim=1)).sum()) / n
 
     if spread == 0.0:
         return TemperatureFit(1.0, loss(0.0), 0.0)
