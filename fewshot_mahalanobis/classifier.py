@@ -229,8 +229,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             Images of one group, such as frames of one video or pictures of one object, are left out together where
             threshold, temperature and settings are chosen by leaving images out; each group counts once. A group may
             have images of several classes. By default copies are recognised and form groups: the same image of a class
-            again, compressed, mirrored or slightly cropped. A UserWarning says how many there are, and another one
-            names those that are in different classes.
+            again, compressed, mirrored or slightly cropped; and so do the regions of one photograph. A UserWarning says
+            how many copies there are, and another one names those that are in different classes.
 
         Raises
         ------
@@ -250,7 +250,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         # What is wrong is found before the network runs.
         model, batches = self._model_and_batches(X)
         head = make_head(self.head, model.config, model.head).to(device_of(model))
-        labels, names = checked_labels(y, batches.n_images), checked_groups(groups, batches.n_images)
+        labels = checked_labels(y, batches.n_images)
+        names = batches.photographs() if groups is None else checked_groups(groups, batches.n_images)
         self._check_classes(labels, allowed)
         check_settings(self.temperature, self.false_rejection_rate)
 
@@ -335,7 +336,9 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             raise ValueError(
                 f"label {added.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
             )
-        labels, names = joined_labels(before.support_labels, added), before.group_names + checked_groups(groups, n)
+        labels = joined_labels(before.support_labels, added)
+        photographs = [None] * n if batches is None else batches.photographs(earlier)
+        names = before.group_names + (photographs if groups is None else checked_groups(groups, n))
         check_allowed(labels, allowed)
         output_labels(np.unique(labels), self.unknown_label)  # checked before the network runs
 

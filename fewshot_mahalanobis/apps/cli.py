@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,10 @@ from fewshot_mahalanobis.apps.cli_options import (
     report_skipped,
 )
 from fewshot_mahalanobis.apps.cli_research import data_app, evaluate, meta_train, pretrain
+
+if TYPE_CHECKING:
+    from fewshot_mahalanobis.images.boxes import Boxes
+    from fewshot_mahalanobis.images.region import Region
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +46,16 @@ Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the f
 Share = Annotated[bool, typer.Option("--share", help="Also make a public address through Gradio's server.")]
 Browser = Annotated[bool, typer.Option(help="Open the page in the browser.")]
 Images = Annotated[list[Path], typer.Argument(help="Images, or folders that are searched for images.")]
+ImageFolder = Annotated[
+    Path | None, typer.Option(help="Where the paths in a table or a file of boxes start. Default: that file's folder.")
+]
+Margin = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Widen boxes on each side by this share of their width and height, in `fit` as in `predict`.",
+    ),
+]
 
 # Every command imports what it needs when it runs, after what can be checked without: --help answers and typing
 # errors are reported without loading PyTorch.
@@ -90,7 +104,7 @@ def fit(
         Path,
         typer.Argument(
             help="Folder with a sub-folder of images for each class, or a CSV file (.csv, .tsv, .txt) with columns "
-            "path,label."
+            "path,label, for boxes in the images also x,y,width,height in pixels, or a COCO annotation file (.json)."
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write the fitted classifier to.")],
@@ -123,11 +137,13 @@ def fit(
     false_rejection_rate: Annotated[
         float, typer.Option(help="Share of images of known classes that may get --unknown-label by mistake.")
     ] = 0.05,
+    image_folder: ImageFolder = None,
+    margin: Margin = 0.0,
     groups: Annotated[
         str | None,
         typer.Option(
             help="Images that belong together, such as frames of one video: the column of the table that names their "
-            "group; or none, if no two do. By default copies are recognised."
+            "group; or none, if no two do. By default copies are recognised, and boxes of one image belong together."
         ),
     ] = None,
     report: Annotated[
@@ -138,7 +154,7 @@ def fit(
 ) -> None:
     """Fit a classifier on a few images of each class and save it.
 
-    Paths in a table are relative to the folder that it is in.
+    Paths in a table or a file of boxes are relative to the folder that it is in.
 
     For example:
 
@@ -152,7 +168,7 @@ def fit(
         check_output(output)
         if backbone is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --backbone exclude each other: both name the network")
-        paths, labels = _labelled_files(support)
+        paths, labels = _labelled_images(support, image_folder, margin)
         group_names = None if groups is None else _groups(support, paths, groups)
 
         from fewshot_mahalanobis.apps.labelling import fit_files
@@ -181,66 +197,138 @@ def fit(
 @app.command()
 def predict(
     model: Model,
-    images: Images,
+    images: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Images, folders that are searched for images, or files of boxes in images: a CSV file with columns "
+            "path,x,y,width,height, a COCO annotation file or MegaDetector's results (.json)."
+        ),
+    ],
     as_csv: Annotated[bool, typer.Option("--csv/--json", help="Format of the output.")] = True,
     proba: Annotated[bool, typer.Option("--proba", help="Add the probability of each class.")] = False,
     top_k: Annotated[
         int, typer.Option(min=0, help="Add the K most probable labels, best first, and their probabilities.")
     ] = 0,
+    image_folder: ImageFolder = None,
+    margin: Margin = 0.0,
+    min_confidence: Annotated[
+        float, typer.Option(min=0, max=1, help="Leave out MegaDetector's detections of less confidence.")
+    ] = 0.0,
+    category: Annotated[
+        str | None, typer.Option(help="Leave out MegaDetector's detections of other categories; animal, say.")
+    ] = None,
     skip_errors: SkipErrors = False,
     device: Device = "auto",
 ) -> None:
-    """Classify images. Writes the path and label of each to standard output.
+    """Classify images, or boxes in them. Writes the path and label of each to standard output.
 
     CSV has the columns path and label, with --proba one for each class, and with --top-k label_1, probability_1,
     label_2, ... JSON is a list of objects with "path", "label" and, if asked for, "probabilities" and "top".
     Probabilities are of the known classes, even if the label is the one for unknown images.
+
+    For boxes, CSV has x, y, width and height too, in pixels. With --json a file of COCO or MegaDetector is written
+    again, with the labels as its categories or classifications.
 
     For example:
 
         fewshot-mahalanobis predict flowers.safetensors holiday/ > labels.csv
 
         fewshot-mahalanobis predict flowers.safetensors 1.jpg 2.jpg --json --top-k 3
+
+        fewshot-mahalanobis predict birds.safetensors detections.json --json --category animal > classified.json
     """
-    from fewshot_mahalanobis.apps.labelling import predict_files, to_json, write_csv
+    from fewshot_mahalanobis.apps.labelling import filled_in, predict_files, to_json, write_csv
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
     with clear_errors():
-        paths = _image_files(images)
+        pictures, files = _images_and_boxes(
+            images, image_folder=image_folder, margin=margin, min_confidence=min_confidence, category=category
+        )
+        again = [] if as_csv else [file for file in files if file.document is not None]
+        if again and len(images) > 1:
+            raise ValueError("--json writes a JSON file of boxes again, with labels: give it alone")
         classifier = SimpleCNAPSClassifier.load(model, device=device)
         classes = classifier.classes_.tolist()
         if top_k > len(classes):
             raise ValueError(f"--top-k {top_k} is more than the {len(classes)} classes of {model}")
-        wanted = proba or top_k > 0
-        predictions, skipped = predict_files(classifier, paths, probabilities=wanted, skip_errors=skip_errors)
+        wanted = proba or top_k > 0 or bool(again)
+        predictions, skipped = predict_files(classifier, pictures, probabilities=wanted, skip_errors=skip_errors)
     if as_csv:
         write_csv(sys.stdout, predictions, classes if proba else [], top_k)
+    elif again:
+        labels, shown = classifier.fitted_head_.output_labels.tolist(), len(classes) if proba else max(top_k, 1)
+        typer.echo(filled_in(again[0], predictions, skipped, labels, shown))
     else:
         typer.echo(to_json(predictions, proba, top_k))
-    report_skipped(skipped, len(paths))
+    report_skipped(skipped, len(pictures))
 
 
-def _labelled_files(support: Path) -> tuple[list[Path], list[str]]:
-    """Image files and labels of a folder with a sub-folder per class, or of a table."""
-    from fewshot_mahalanobis.images.folders import find_class_images, read_labels
+def _labelled_images(
+    support: Path, image_folder: Path | None = None, margin: float = 0.0
+) -> tuple[list[Path | Region], list[str]]:
+    """Images and labels of a folder with a sub-folder per class, of a table, or of a file of boxes."""
+    from fewshot_mahalanobis.images.boxes import is_box_file, read_boxes
+    from fewshot_mahalanobis.images.folders import find_class_images, is_table, read_labels
 
-    if support.suffix.lower() in (".csv", ".tsv", ".txt") and not support.is_dir():
-        return read_labels(support)
+    if is_box_file(support):
+        boxes = read_boxes(support, image_folder=image_folder, margin=margin)
+        if boxes.labels is None:
+            raise ValueError(f"{support} has boxes without labels: give a table with a column label, or a COCO file")
+        _note(boxes.note)
+        return [*boxes.regions], boxes.labels
+    if margin:
+        raise ValueError(f"--margin is for boxes, and {support} has none")
+    if is_table(support):
+        paths, labels = read_labels(support, image_folder)
+        return [*paths], labels
+    if image_folder is not None:
+        raise ValueError(f"--image-folder is for a table or a file of boxes, and {support} is neither")
     images = find_class_images(support)
-    if note := images.note():
+    _note(images.note())
+    return [*images.paths], images.labels
+
+
+def _note(note: str) -> None:
+    if note:
         typer.echo(note, err=True)
-    return images.paths, images.labels
 
 
-def _groups(support: Path, paths: list[Path], column: str) -> list[str]:
+def _groups(support: Path, images: list[Path | Region], column: str) -> list[str]:
     """The group of each image, by a column of the table; each its own for "none"."""
-    from fewshot_mahalanobis.images.folders import labelled_rows
+    from fewshot_mahalanobis.images.boxes import is_box_file
+    from fewshot_mahalanobis.images.folders import is_table, labelled_rows, table_rows
 
     if column == "none":
-        return [str(path) for path in paths]
-    if support.is_dir():
-        raise ValueError(f"--groups {column}: a folder has no columns. Give a table with path, label and {column}")
-    return [group for _, group in labelled_rows(support, "path", column)]
+        return [str(image) for image in images]
+    if not is_table(support):
+        raise ValueError(
+            f"--groups {column}: a folder or a JSON file has no columns. Give a table with path, label and {column}"
+        )
+    if not is_box_file(support):
+        return [group for _, group in labelled_rows(support, "path", column)]
+    groups = {line: cells[column] for line, cells in table_rows(support, ("path", column))}
+    for line in (line for line, group in groups.items() if not group):
+        raise ValueError(f"line {line} of {support} lacks a {column}")
+    return [*groups.values()]
+
+
+def _images_and_boxes(places: list[Path], **of_boxes: Any) -> tuple[list[Path | Region], list[Boxes]]:
+    """The files, all image files below the folders, and the regions of files of boxes; and these files."""
+    from fewshot_mahalanobis.images.boxes import is_box_file, read_boxes
+
+    images: list[Path | Region] = []
+    files: list[Boxes] = []
+    for place in places:
+        if is_box_file(place):
+            files.append(read_boxes(place, **of_boxes))
+            images += files[-1].regions
+            _note(files[-1].note)
+        else:
+            images += _image_files([place])
+    if not files and any(of_boxes.values()):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name, value in of_boxes.items() if value)
+        raise ValueError(f"{options}: for files of boxes, and there is none")
+    return images, files
 
 
 def _image_files(files_or_folders: list[Path]) -> list[Path]:
@@ -334,7 +422,7 @@ def page(
     """
     with clear_errors():
         check_output(output, folder=True)
-        pictures = None if support is None else _labelled_files(support)[0]
+        pictures = None if support is None else _labelled_images(support)[0]
 
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,7 +69,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     typer.echo(f"note: {message}", err=True)
 
 
-def report_skipped(problems: Mapping[Path, str], total: int) -> None:
+def report_skipped(problems: Mapping[Any, str], total: int) -> None:
     """List the images that were left out and exit with status 3; nothing if there are none."""
     if problems:
         _list_problems(problems)
@@ -77,6 +77,6 @@ def report_skipped(problems: Mapping[Path, str], total: int) -> None:
         raise typer.Exit(SKIPPED)
 
 
-def _list_problems(problems: Mapping[Path, str]) -> None:
+def _list_problems(problems: Mapping[Any, str]) -> None:
     for path, problem in problems.items():
         typer.echo(f"{path}: {problem}", err=True)

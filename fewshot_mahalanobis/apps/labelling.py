@@ -6,14 +6,19 @@ import csv
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.images.boxes import BOX_COLUMNS, Boxes
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.region import Region
+
+#: What is labelled.
+Picture = TypeVar("Picture", bound=Path | Region)
 
 #: Batch size where images are decoded while others are classified: small, because the first batch is waited for.
 _BATCH = 16
@@ -26,22 +31,23 @@ class UnreadableImages(ValueError):
 
     Attributes
     ----------
-    problems : dict of Path to str
+    problems : mapping of Path or Region to str
         What is wrong with each.
     """
 
-    def __init__(self, message: str, problems: dict[Path, str]) -> None:
+    def __init__(self, message: str, problems: Mapping[Any, str]) -> None:
         super().__init__(message)
         self.problems = problems
 
 
 @dataclass(frozen=True)
 class LabelledFile:
-    """The label of one file, and the probabilities of the classes where they are wanted."""
+    """The label of one file or region, and the probabilities of the classes where they are wanted."""
 
     path: Path
     label: Any
     probabilities: dict[Any, float] | None = None
+    box: tuple[float, float, float, float] | None = None  # of a region: x, y, width and height in pixels
 
     def top(self, k: int) -> list[tuple[Any, float]]:
         """The ``k`` most probable classes with their probabilities, best first."""
@@ -50,17 +56,17 @@ class LabelledFile:
 
 def fit_files(
     classifier: SimpleCNAPSClassifier,
-    paths: Sequence[Path],
+    paths: Sequence[Picture],
     labels: Sequence[str],
     *,
     groups: Sequence[Any] | None = None,
     skip_errors: bool = False,
-) -> dict[Path, str]:
-    """Fit a classifier to image files, ``labels[i]`` for ``paths[i]``; ``groups`` are those of its ``fit``.
+) -> dict[Picture, str]:
+    """Fit a classifier to image files or regions of them, ``labels[i]`` for ``paths[i]``; ``groups`` are as in ``fit``.
 
     Returns
     -------
-    dict of Path to str
+    dict of Path or Region to str
         Images that were left out, and why; empty without ``skip_errors``.
 
     Raises
@@ -68,7 +74,7 @@ def fit_files(
     UnreadableImages
         Images cannot be read and ``skip_errors`` is False, or no image of a class can be read.
     """
-    problems: dict[Path, str] = {}
+    problems: dict[Picture, str] = {}
     try:
         _fit(classifier, paths, labels, groups)
         return problems
@@ -90,7 +96,10 @@ def fit_files(
 
 
 def _fit(
-    classifier: SimpleCNAPSClassifier, paths: Sequence[Path], labels: Sequence[str], groups: Sequence[Any] | None
+    classifier: SimpleCNAPSClassifier,
+    paths: Sequence[Picture],
+    labels: Sequence[str],
+    groups: Sequence[Any] | None,
 ) -> None:
     """Fit with a progress bar where somebody sees it."""
     verbose = classifier.verbose
@@ -101,15 +110,19 @@ def _fit(
 
 
 def predict_files(
-    classifier: SimpleCNAPSClassifier, paths: Sequence[Path], *, probabilities: bool = False, skip_errors: bool = False
-) -> tuple[list[LabelledFile], dict[Path, str]]:
-    """Label image files by a fitted classifier.
+    classifier: SimpleCNAPSClassifier,
+    paths: Sequence[Picture],
+    *,
+    probabilities: bool = False,
+    skip_errors: bool = False,
+) -> tuple[list[LabelledFile], dict[Picture, str]]:
+    """Label image files, or regions of them, by a fitted classifier.
 
     Parameters
     ----------
     classifier : SimpleCNAPSClassifier
         Fitted.
-    paths : sequence of Path
+    paths : sequence of Path or Region
     probabilities : bool
         Keep the probabilities of every class.
     skip_errors : bool
@@ -119,7 +132,7 @@ def predict_files(
     -------
     predictions : list of LabelledFile
         In the order of ``paths``.
-    problems : dict of Path to str
+    problems : dict of Path or Region to str
         Images that were left out, and why.
 
     Raises
@@ -129,7 +142,7 @@ def predict_files(
     """
     classes, size = classifier.classes_.tolist(), classifier.model_.image_size
     predictions: list[LabelledFile] = []
-    problems: dict[Path, str] = {}
+    problems: dict[Picture, str] = {}
     on_cpu = classifier.device_.type == "cpu"
     batches = _batches(classifier, paths, size, problems, "predicting", classifier.batch_size if on_cpu else _BATCH)
     batches.ahead = not on_cpu  # as in ``SimpleCNAPSClassifier.predict``
@@ -138,9 +151,14 @@ def predict_files(
             continue  # only to find the other images that cannot be read
         answers = classifier.predict_all(batch)
         rows = answers.probabilities.tolist() if probabilities else [None] * len(batch.indices)
-        for index, label, row in zip(batch.indices, answers.labels.tolist(), rows, strict=True):
-            by_class = None if row is None else dict(zip(classes, row, strict=True))
-            predictions.append(LabelledFile(paths[index], label, by_class))
+        answered = zip(batch.indices, answers.labels.tolist(), rows, batch.boxes, strict=True)
+        for index, label, row, pixels in answered:
+            image, by_class = paths[index], None if row is None else dict(zip(classes, row, strict=True))
+            if isinstance(image, Region):
+                box = pixels if image.normalized else image.box
+                predictions.append(LabelledFile(Path(image.image), label, by_class, box))
+            else:
+                predictions.append(LabelledFile(image, label, by_class))
     _check(problems, len(paths), skip_errors)
     return predictions, problems
 
@@ -148,15 +166,19 @@ def predict_files(
 def write_csv(stream: TextIO, predictions: Iterable[LabelledFile], classes: Sequence[Any], top_k: int) -> None:
     """Write path and label, the probability of each of ``classes``, then the ``top_k`` best labels with theirs.
 
-    The column of a class is named after it. Where another column has that name, "probability of " stands before it.
+    Where a prediction is of a region, its box stands between path and label, in the columns of a table of boxes. The
+    column of a class is named after it. Where another column has that name, "probability of " stands before it.
     """
     table = csv.writer(stream, lineterminator="\n")
     best = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "probability")]
-    table.writerow(["path", "label", *_class_columns(classes, {"path", "label", *best}), *best])
+    predictions = [*predictions]
+    box = BOX_COLUMNS if any(prediction.box for prediction in predictions) else ()
+    table.writerow(["path", *box, "label", *_class_columns(classes, {"path", "label", *box, *best}), *best])
     for prediction in predictions:
         probabilities = [f"{(prediction.probabilities or {})[name]:.6f}" for name in classes]
         top = [cell for label, share in prediction.top(top_k) for cell in (label, f"{share:.6f}")]
-        table.writerow([prediction.path, prediction.label, *probabilities, *top])
+        sides = prediction.box or [""] * len(box)
+        table.writerow([prediction.path, *sides, prediction.label, *probabilities, *top])
 
 
 def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
@@ -171,10 +193,15 @@ def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
 
 
 def to_json(predictions: Iterable[LabelledFile], proba: bool, top_k: int) -> str:
-    """List of objects with "path" and "label", with "probabilities" if ``proba`` and "top" if ``top_k`` > 0."""
+    """List of objects with "path" and "label", with "probabilities" if ``proba`` and "top" if ``top_k`` > 0.
+
+    Those of a region have its "box" too.
+    """
     rows = []
     for prediction in predictions:
         row: dict[str, Any] = {"path": str(prediction.path), "label": prediction.label}
+        if prediction.box is not None:
+            row["box"] = prediction.box
         if proba:
             row["probabilities"] = prediction.probabilities
         if top_k:
@@ -183,11 +210,41 @@ def to_json(predictions: Iterable[LabelledFile], proba: bool, top_k: int) -> str
     return json.dumps(rows, indent=1, ensure_ascii=False)
 
 
+def filled_in(
+    boxes: Boxes,
+    predictions: Iterable[LabelledFile],
+    problems: Collection[Path | Region],
+    labels: Sequence[Any],
+    top_k: int,
+) -> str:
+    """The JSON file that boxes come from, with the labels of their regions.
+
+    Parameters
+    ----------
+    boxes : Boxes
+    predictions, problems
+        What :func:`predict_files` returned for ``boxes.regions``, with probabilities.
+    labels : sequence
+        All labels that the classifier may give.
+    top_k : int
+        So many of the most probable classes for each box. One that is unlike every class gets its label alone, as sure.
+    """
+    answers = iter(predictions)
+
+    def answer() -> list[tuple[Any, float]]:
+        prediction = next(answers)
+        known = prediction.label in (prediction.probabilities or {})
+        return prediction.top(top_k) if known else [(prediction.label, 1.0)]
+
+    document = boxes.fill(labels, [None if region in problems else answer() for region in boxes.regions])
+    return json.dumps(document, indent=1, ensure_ascii=False)
+
+
 def _batches(
     classifier: SimpleCNAPSClassifier,
-    paths: Sequence[Path],
+    paths: Sequence[Picture],
     size: int,
-    problems: dict[Path, str],
+    problems: dict[Picture, str],
     progress: str,
     batch_size: int,
 ) -> ImageBatches:
@@ -207,7 +264,7 @@ def _batches(
     )
 
 
-def _check(problems: dict[Path, str], total: int, skip_errors: bool) -> None:
+def _check(problems: Mapping[Any, str], total: int, skip_errors: bool) -> None:
     if problems and (not skip_errors or len(problems) == total):
         remedy = "" if skip_errors else ": mend or remove them, or leave them out with --skip-errors"
         images = "1 image" if total == 1 else f"{total} images"

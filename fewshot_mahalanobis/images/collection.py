@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
@@ -327,16 +328,35 @@ def regions_together(images: Sequence[Any], most_apart: int) -> list[list[int]]:
         return [[index] for index in range(len(images))]
     together, latest = list[list[int]](), dict[Any, list[int]]()
     for index, item in enumerate(images):
-        if isinstance(item, Region):
-            picture = item.path if item.path is not None else id(item.image)
-            if picture in latest and index - latest[picture][0] < most_apart:
-                latest[picture].append(index)
-                continue
-            latest[picture] = [index]
-            together.append(latest[picture])
+        photograph = _photograph_of(item)
+        if photograph is not None and photograph in latest and index - latest[photograph][0] < most_apart:
+            latest[photograph].append(index)
         else:
             together.append([index])
+            latest[photograph] = together[-1]
     return together
+
+
+def photographs(images: Sequence[Any], first: int = 0) -> list[str | None]:
+    """A name for those images of a checked collection that are regions of one photograph, None for each other one.
+
+    ``first`` is the number of the first image, so that collections added to each other do not share a name.
+    """
+    if not isinstance(images, list | tuple):
+        return [None] * len(images)
+    found = [_photograph_of(item) for item in images]
+    number, earliest = Counter(found), dict[Any, int]()
+    return [
+        None if each is None or number[each] == 1 else f"photograph {earliest.setdefault(each, index)}"
+        for index, each in enumerate(found, start=first)
+    ]
+
+
+def _photograph_of(item: Any) -> Any:
+    """What is the same for regions of one photograph; None for an item that is no region."""
+    if not isinstance(item, Region):
+        return None
+    return id(item.image) if item.path is None else item.path
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from fewshot_mahalanobis.images.collection import (
     checked_collection,
     describe,
     item_of,
+    photographs,
     read_item,
     read_regions,
     regions_together,
@@ -283,6 +284,10 @@ class ImageBatches:
         images = self._images if isinstance(self._images, list | tuple) else []
         paths = [_name(item) for item in images]
         return paths if any(paths) else None
+
+    def photographs(self, first: int = 0) -> list[str | None]:
+        """A name for those images that are regions of one photograph, by the number that its first has; else None."""
+        return photographs(self._images, first)
 
     def several_times(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """Batches to iterate over several times: up to four are decoded once and kept in ``dtype``, more each time."""

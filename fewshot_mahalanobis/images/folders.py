@@ -9,7 +9,7 @@ import re
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -223,24 +223,71 @@ def find_images(path: str | os.PathLike[str], *, allow_empty: bool = False) -> F
     return images
 
 
-def read_labels(file: Path) -> tuple[list[Path], list[str]]:
+def read_labels(file: Path, image_folder: Path | None = None) -> tuple[list[Path], list[str]]:
     """Paths and labels of a CSV file with columns "path" and "label", as :func:`labelled_rows` reads it.
 
-    Relative paths start at the folder of the CSV file. FileNotFoundError if there is no file; ValueError if it is no
-    such table or none of the images exists.
+    Relative paths start at ``image_folder``, by default the folder of the CSV file. FileNotFoundError if there is no
+    file; ValueError if it is no such table or none of the images exists.
     """
     rows = labelled_rows(file, "path", "label")
-    paths = [file.parent / path for path, _ in rows]
-    if not any(map(os.path.exists, paths)):
-        raise ValueError(
-            f"none of the {len(paths)} files that {file} lists is there; the first would be {paths[0]}. "
-            "Relative paths start at the folder of the table: put it back where it was, or write full paths"
-        )
+    paths = [(file.parent if image_folder is None else image_folder) / path for path, _ in rows]
+    check_some_exist(file, paths)
     return paths, [label for _, label in rows]
 
 
+def check_some_exist(file: Path, paths: Sequence[Path]) -> None:
+    """ValueError if none of the images that a file lists is there."""
+    paths = [*dict.fromkeys(paths)]
+    if not any(map(os.path.exists, paths)):
+        raise ValueError(
+            f"none of the {len(paths)} files that {file} lists is there; the first would be {paths[0]}. Relative paths "
+            "start at its folder: put it back where it was, write full paths, or name their folder (--image-folder)"
+        )
+
+
 def labelled_rows(file: Path, path_column: str, label_column: str) -> list[tuple[str, str]]:
-    """Path and label of each row of a CSV file in UTF-8, separated by comma, semicolon or tab.
+    """Path and label of each row of a CSV file, as :func:`table_rows` reads it.
+
+    ValueError as there, and if a path or label is missing or has several lines, or one path has two labels.
+    """
+    found = list[tuple[str, str]]()
+    known = dict[str, tuple[int, str]]()  # path -> its first line and its label
+    for line, cells in table_rows(file, (path_column, label_column)):
+        path, label = checked_cells(file, line, cells[path_column], cells[label_column])
+        place = os.path.abspath(file.parent / path)  # noqa: PTH100 ("a/../b.jpg" is "b.jpg")
+        other_line, other = known.setdefault(place, (line, label))
+        if other != label:
+            raise ValueError(f"lines {other_line} and {line} of {file} give {path} two labels, {other!r} and {label!r}")
+        found.append((path, label))
+    if not found:
+        raise ValueError(f"{file} lists no image")
+    return found
+
+
+def checked_cells(file: Path, line: int, path: str, label: str | None, folder: Path | None = None) -> tuple[str, str]:
+    """Path and label of a row, the label in its composed form; "" for None, where the table has no labels."""
+    if not path or label == "":
+        raise ValueError(f"line {line} of {file} lacks a path or a label")
+    label = label or ""
+    place = (folder or file.parent) / path
+    if _has_lines(label) or (_has_lines(path) and not os.path.exists(place)):  # noqa: PTH110 (False if too long)
+        raise ValueError(f'line {line} of {file} has a path or label of several lines: is a quote (") not closed?')
+    return path, _composed(label)
+
+
+def is_table(path: Path) -> bool:
+    """Whether a path is called like a table and is no folder."""
+    return path.suffix.lower() in (".csv", ".tsv", ".txt") and not path.is_dir()
+
+
+def table_columns(file: Path, known: Collection[str]) -> list[str]:
+    """Names of the columns of a CSV file, separated so that it has the most of those that are ``known``."""
+    text = _text(file)
+    return next(_rows(file, text, _separator(text, known)), (1, []))[1]
+
+
+def table_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the line and the cells by column of each row of a CSV file in UTF-8, separated by comma, semicolon or tab.
 
     White space around a cell is dropped. Empty rows and columns of other names are ignored.
 
@@ -249,26 +296,20 @@ def labelled_rows(file: Path, path_column: str, label_column: str) -> list[tuple
     FileNotFoundError
         There is no file.
     ValueError
-        The table has no row, lacks a column, or may not mean what it would be read as: a row has more cells than the
-        first line has names (a comma without quotes), a quote is not closed, a column is there twice, a path or label
-        is missing or has several lines, or one path has two labels. The message names the line.
+        The table lacks a column, or may not mean what it would be read as: a row has more cells than the first line has
+        names (a comma without quotes), a quote is not closed, a column is there twice. The message names the line.
     """
-    try:
-        text = file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{file} is not in UTF-8: save it as "CSV UTF-8"') from error
-    columns = path_column, label_column
+    text = _text(file)
     separator = _separator(text, columns)
     rows = _rows(file, text, separator)
     first, names = next(rows, (1, []))
     for column in columns:
         if column not in names:
-            raise ValueError(f"{file} has no column {column!r}: its first line must name {' and '.join(columns)}")
+            listed = " and ".join((", ".join(columns[:-1]), columns[-1]))
+            raise ValueError(f"{file} has no column {column!r}: its first line must name {listed}")
         if names.count(column) > 1:
             raise ValueError(f"line {first} of {file} names two columns {column!r}: rename or remove one of them")
     width = max(number for number, name in enumerate(names, start=1) if name)
-    found = list[tuple[str, str]]()
-    known = dict[str, tuple[int, str]]()  # path -> its first line and its label
     for line, cells in rows:
         if any(cells[width:]):
             raise ValueError(
@@ -276,20 +317,14 @@ def labelled_rows(file: Path, path_column: str, label_column: str) -> list[tuple
                 f'a {_SEPARATORS[separator]} in quotes ("..."), or name the other columns in the first line'
             )
         cells += [""] * (len(names) - len(cells))
-        path, label = (cells[names.index(column)] for column in columns)
-        if not path or not label:
-            raise ValueError(f"line {line} of {file} lacks a path or a label")
-        place = os.path.abspath(file.parent / path)  # noqa: PTH100 ("a/../b.jpg" is "b.jpg")
-        if _has_lines(label) or (_has_lines(path) and not os.path.exists(place)):  # noqa: PTH110 (False if too long)
-            raise ValueError(f'line {line} of {file} has a path or label of several lines: is a quote (") not closed?')
-        label = _composed(label)
-        other_line, other = known.setdefault(place, (line, label))
-        if other != label:
-            raise ValueError(f"lines {other_line} and {line} of {file} give {path} two labels, {other!r} and {label!r}")
-        found.append((path, label))
-    if not found:
-        raise ValueError(f"{file} lists no image")
-    return found
+        yield line, {column: cells[names.index(column)] for column in columns}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{file} is not in UTF-8: save it as "CSV UTF-8"') from error
 
 
 #: What may separate the cells of a table.

@@ -428,7 +428,7 @@ def test_groups_come_from_a_column_of_the_table_or_there_are_none(checkpoint, ph
     run(*arguments, "--groups", "none")
     assert SimpleCNAPSClassifier.load(output).fitted_head_.groups is None
     assert "has no column 'take'" in run(*arguments, "--groups", "take", status=1)
-    assert "a folder has no columns" in run("fit", photos, "-o", output, "--groups", "film", status=1)
+    assert "a folder or a JSON file has no columns" in run("fit", photos, "-o", output, "--groups", "film", status=1)
 
 
 def test_a_picture_in_two_classes_is_named_by_its_files(checkpoint, photos, tmp_path):

@@ -264,7 +264,23 @@ def test_a_classifier_learns_regions_and_names_them(tmp_path: Path) -> None:
         canvas.save(tmp_path / f"{number}.png")
     classifier = tiny_classifier().fit(regions, labels)
     assert classifier.predict(regions).tolist() == labels
-    same = tiny_classifier().fit(crops, labels)
+    same = tiny_classifier().fit(crops, labels, groups=[0, 0, 1, 1, 2, 2])
     assert np.array_equal(classifier.transform(regions), same.transform(crops))
     assert np.array_equal(classifier.predict_proba(regions), same.predict_proba(crops))
     assert classifier.summary().names == [str(region) for region in regions]
+
+
+def test_regions_of_one_photograph_are_left_out_together_unless_groups_say_otherwise(tmp_path: Path) -> None:
+    paths = [saved(tmp_path / f"{i}.png", photograph(120, 90, seed=i)) for i in range(4)]
+    regions = [Region(path, (50 * j, 10, 40, 50)) for path in paths[:3] for j in range(2)]
+    regions.append(Region(paths[3], (0, 0, 60, 60)))
+    labels = ["left", "right"] * 3 + ["left"]
+    classifier = tiny_classifier().fit(regions, labels)
+    named = tiny_classifier().fit(regions, labels, groups=[0, 0, 1, 1, 2, 2, 3])
+    assert classifier.summary().groups == named.summary().groups == [[0, 1], [2, 3], [4, 5]]
+    assert classifier.fitted_head_.group_names == [f"photograph {i}" for i in (0, 0, 2, 2, 4, 4)] + [None]
+    assert tiny_classifier().fit(regions, labels, groups=range(7)).summary().groups == []
+    assert tiny_classifier().fit([paths[0], *regions[::2]], ["a", "b", "b", "b", "a"]).summary().groups == []
+    opened = photograph(120, 90, seed=9)
+    classifier.partial_fit([Region(opened, (50 * j, 10, 40, 50)) for j in range(2)], labels[:2])
+    assert classifier.summary().groups == [[0, 1], [2, 3], [4, 5], [7, 8]]

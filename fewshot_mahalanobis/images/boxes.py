@@ -1,0 +1,254 @@
+"""Files of boxes: a table, a COCO annotation file, MegaDetector's results. They are read as regions of photographs.
+
+The units are those of the formats: pixels in a table and in COCO, shares of the picture's sides in MegaDetector's.
+
+References
+----------
+COCO: https://cocodataset.org/#format-data. MegaDetector's batch results: https://lila.science/megadetector-output-format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fewshot_mahalanobis.images.folders import check_some_exist, checked_cells, is_table, table_columns, table_rows
+from fewshot_mahalanobis.images.region import Region
+
+__all__ = ["Boxes", "is_box_file", "read_boxes"]
+
+#: Columns of a box in a table, in the order of a Region's box.
+BOX_COLUMNS = ("x", "y", "width", "height")
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """The boxes of a file, in its order.
+
+    Attributes
+    ----------
+    regions : list of Region
+    labels : list of str or None
+        None if the file has none.
+    note : str
+        One sentence about what was left out; empty if that is nothing.
+    document : dict or None
+        The file, if it is JSON; of COCO or, with the key "detection_categories", MegaDetector.
+    entries : list of dict
+        The part of ``document`` that each region comes from.
+    """
+
+    regions: list[Region]
+    labels: list[str] | None = None
+    note: str = ""
+    document: dict[str, Any] | None = None
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    def fill(self, labels: Sequence[Any], answers: Sequence[Sequence[tuple[Any, float]] | None]) -> dict[str, Any]:
+        """Write answers into ``document`` as its classification, in place of an earlier one; returns it.
+
+        Parameters
+        ----------
+        labels : sequence
+            All that may occur.
+        answers : sequence of n
+            Labels and their probabilities for each region, the best first; None where there is no answer.
+
+        Returns
+        -------
+        dict
+            In COCO the best label is the category of an annotation and its probability the "score"; annotations without
+            an answer are removed. In MegaDetector's format a detection has all of them as "classifications".
+        """
+        assert self.document is not None
+        numbers = {str(label): number for number, label in enumerate(labels, start=1)}
+        if _is_megadetector(self.document):
+            _forget_classification(self.document)
+            self.document["info"] = {**self.document.get("info", {}), "classifier": "fewshot-mahalanobis"}
+            self.document["classification_categories"] = {str(number): name for name, number in numbers.items()}
+        else:
+            self.document["categories"] = [{"id": number, "name": name} for name, number in numbers.items()]
+            self.document["annotations"] = [
+                entry for entry, answer in zip(self.entries, answers, strict=True) if answer
+            ]
+        for entry, answer in zip(self.entries, answers, strict=True):
+            if answer and _is_megadetector(self.document):
+                entry["classifications"] = [[str(numbers[str(label)]), share] for label, share in answer]
+            elif answer:
+                entry["category_id"], entry["score"] = numbers[str(answer[0][0])], answer[0][1]
+        return self.document
+
+
+def is_box_file(path: Path) -> bool:
+    """Whether a path is a JSON file, or a table with columns "x" and "y"."""
+    if not path.is_file():
+        return False
+    return path.suffix.lower() == ".json" or (is_table(path) and {"x", "y"} <= {*table_columns(path, BOX_COLUMNS)})
+
+
+def read_boxes(
+    file: Path,
+    *,
+    image_folder: Path | None = None,
+    margin: float = 0.0,
+    min_confidence: float = 0.0,
+    category: str | None = None,
+) -> Boxes:
+    """Read a file of boxes.
+
+    Parameters
+    ----------
+    file : Path
+        A table with the columns path, x, y, width and height, in pixels, and perhaps label; a COCO annotation file; or
+        MegaDetector's results.
+    image_folder : Path, optional
+        Where relative paths start; by default the folder of ``file``.
+    margin : float
+        Of every region.
+    min_confidence : float
+        Leave out MegaDetector's detections of less confidence.
+    category : str, optional
+        Leave out MegaDetector's detections of other categories than this one: "animal", "person" or "vehicle".
+
+    Raises
+    ------
+    ValueError
+        The file is none of these, has no box, or a box or its label cannot be read. The message names the row,
+        annotation or image. Or none of the images is there.
+    """
+    folder = file.parent if image_folder is None else image_folder
+    if file.suffix.lower() != ".json":
+        boxes = _read_table(file, folder, margin)
+    else:
+        boxes = _read_json(file, folder, margin, min_confidence, category)
+    if not _is_megadetector(boxes.document or {}) and (min_confidence or category is not None):
+        raise ValueError(f"{file} has no confidences and categories of detections: they are MegaDetector's")
+    if not boxes.regions:
+        raise ValueError(f"{file} has no box. {boxes.note}".rstrip())
+    check_some_exist(file, [region.image for region in boxes.regions])
+    return boxes
+
+
+# -------------------------------------------------------------------- tables
+
+
+def _read_table(file: Path, folder: Path, margin: float) -> Boxes:
+    regions, labels = list[Region](), list[str]()
+    known = dict[Region, tuple[int, str]]()
+    labelled = "label" in table_columns(file, ("path", *BOX_COLUMNS))
+    for line, cells in table_rows(file, ("path", *BOX_COLUMNS, *("label",) * labelled)):
+        path, label = checked_cells(file, line, cells["path"], cells.get("label"), folder)
+        box = tuple(_number(cells[name], f"line {line} of {file}: {name}") for name in BOX_COLUMNS)
+        region = _region(folder / path, box, margin, f"line {line} of {file.name}")
+        other_line, other = known.setdefault(region, (line, label))
+        if other != label:
+            raise ValueError(
+                f"lines {other_line} and {line} of {file} give one box of {path} two labels, {other!r} and {label!r}"
+            )
+        regions.append(region)
+        labels.append(label)
+    return Boxes(regions, labels if labelled else None)
+
+
+def _number(cell: str, what: str) -> float:
+    try:
+        return int(cell)
+    except ValueError:
+        pass
+    try:
+        return float(cell)
+    except ValueError:
+        comma = ": write it with a point" if "," in cell else ""
+        raise ValueError(f"{what} is {cell!r}, not a number{comma}") from None
+
+
+# -------------------------------------------------------------------- JSON
+
+
+def _read_json(file: Path, folder: Path, margin: float, min_confidence: float, category: str | None) -> Boxes:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:  # of JSON, and of UTF-8
+        raise ValueError(f"{file} is not JSON in UTF-8: {error}") from error
+    try:
+        if isinstance(document, dict) and isinstance(document.get("images"), list):
+            if _is_megadetector(document):
+                return _read_megadetector(document, file, folder, margin, min_confidence, category)
+            if isinstance(document.get("annotations"), list):
+                return _read_coco(document, file, folder, margin)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    raise ValueError(
+        f'{file} is neither a COCO annotation file, with "images" and "annotations", nor MegaDetector\'s results, with '
+        '"images" and "detection_categories"'
+    )
+
+
+def _is_megadetector(document: dict[str, Any]) -> bool:
+    return "detection_categories" in document
+
+
+def _forget_classification(document: dict[str, Any]) -> None:
+    """Remove what MegaDetector's format says of an earlier classification."""
+    detections = [entry for image in document["images"] for entry in image.get("detections") or ()]
+    for fields in (document, document.get("info", {}), *detections):
+        for name in [name for name in fields if name.startswith("classif")]:
+            del fields[name]
+
+
+def _read_coco(document: dict[str, Any], file: Path, folder: Path, margin: float) -> Boxes:
+    images = {image["id"]: image for image in document["images"]}
+    names = {category["id"]: str(category["name"]) for category in document.get("categories", ())}
+    single = [entry for entry in document["annotations"] if not entry.get("iscrowd")]
+    crowds = len(document["annotations"]) - len(single)
+    regions, labels = list[Region](), list[str]()
+    for entry in single:
+        where = f"annotation {entry['id']} of {file.name}"
+        image, label = images.get(entry["image_id"]), names.get(entry.get("category_id"))
+        if image is None:
+            raise ValueError(f"{where} is of image {entry['image_id']!r}, which is not among the images")
+        if label is None and names:
+            raise ValueError(f"{where} is of category {entry.get('category_id')!r}, which is not among the categories")
+        if not entry.get("bbox"):
+            raise ValueError(f"{where} ({image['file_name']}) has no bbox")
+        regions.append(_region(folder / image["file_name"], entry["bbox"], margin, where, image))
+        labels.append(label or "")
+    note = f"Left out: {crowds} annotation{'s' * (crowds > 1)} of crowds (iscrowd)." if crowds else ""
+    return Boxes(regions, labels if names else None, note, document, single)
+
+
+def _read_megadetector(
+    document: dict[str, Any], file: Path, folder: Path, margin: float, min_confidence: float, category: str | None
+) -> Boxes:
+    categories = document["detection_categories"]
+    if category is not None and category not in categories.values():
+        listed = ", ".join(map(repr, categories.values()))
+        raise ValueError(f"{file} has no detections of category {category!r}, but of {listed}")
+    regions, entries = list[Region](), list[dict[str, Any]]()
+    failed = sum(image.get("detections") is None for image in document["images"])
+    for image in document["images"]:
+        for number, entry in enumerate(image.get("detections") or (), start=1):
+            if entry["conf"] >= min_confidence and category in (None, categories.get(entry["category"])):
+                where = f"detection {number} of {file.name}"
+                regions.append(_region(folder / image["file"], entry["bbox"], margin, where, image, normalized=True))
+                entries.append(entry)
+    note = f"Images that the detector could not read: {failed}." if failed else ""
+    return Boxes(regions, None, note, document, entries)
+
+
+def _region(
+    path: Path,
+    box: Iterable[float],
+    margin: float,
+    where: str,
+    image: dict[str, Any] | None = None,
+    *,
+    normalized: bool = False,
+) -> Region:
+    """A region whose picture has the size that a file says, if it says one."""
+    size = ((image or {}).get("width"), (image or {}).get("height"))
+    known = size if all(isinstance(side, int) and side > 0 for side in size) else None
+    return Region(path, tuple(box), margin, normalized=normalized, picture_size=known, name=where)  # type: ignore[arg-type]
