@@ -1,0 +1,28 @@
+// Fits the head in JavaScript to each task of a file and writes what it finds: node head_results.mjs HEAD TASKS
+import {readFileSync} from "node:fs";
+import {pathToFileURL} from "node:url";
+
+const [head, tasks] = process.argv.slice(2);
+const {FittedHead, leaveOneOutLogits} = await import(pathToFileURL(head));
+const rows = table => table.map(row => Float64Array.from(row));
+
+const results = JSON.parse(readFileSync(tasks, "utf8")).map(task => {
+  const support = {features: rows(task.features), unadapted: rows(task.unadapted), labels: task.labels,
+    groups: task.groups};
+  const fitted = FittedHead.fit(support, {temperature: task.temperature, falseRejectionRate: 0.2, reject: task.reject});
+  const groups = task.groups ?? [...task.labels.keys()];
+  const decisions = task.queries.map((query, index) =>
+    fitted.predict(Float64Array.from(query), Float64Array.from(task.unadapted_queries[index])));
+  const logits = values => Array.from(values, value => value === -Infinity ? "-inf" : value); // JSON has no infinity
+  return {
+    settings: fitted.settings,
+    temperature: fitted.temperature,
+    outliers: fitted.outliers,
+    logits: decisions.map(one => logits(one.logits)),
+    probabilities: decisions.map(one => [...one.probabilities]),
+    scores: decisions.map(one => one.score),
+    unknown: decisions.map(one => one.unknown),
+    left_out: leaveOneOutLogits(fitted.settings, support.features, support.labels, groups).map(logits),
+  };
+});
+process.stdout.write(JSON.stringify(results));
