@@ -11,11 +11,13 @@ import json
 import os
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.export.network import FilmedNetwork, film_vector
 from fewshot_mahalanobis.export.pixels import PixelsToSquare
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -24,14 +26,21 @@ from fewshot_mahalanobis.support_set.features import Features
 
 
 def write_onnx(
-    model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], *, pixels: bool, distances: bool = False
+    model: SimpleCNAPS,
+    task: AdaptedTask,
+    path: str | os.PathLike[str],
+    *,
+    pixels: bool,
+    distances: bool = False,
+    float16: bool = False,
 ) -> None:
     """Write an adapted task as an ONNX file, replacing any file at ``path``, whole or not at all.
 
     Labels and what else a user of the file needs are in its properties. With ``distances`` a graph that reads pixels
-    has one more output: the distances (n,) of the picture to the support images, between adapted features. ImportError
-    if onnx or onnxscript is absent; ValueError if the head or the backbone has no form as a graph, or the head's
-    matrices are too large for a file.
+    has one more output: the distances (n,) of the picture to the support images, between adapted features. With
+    ``float16`` the file has the network's weights, not the head's, in that type; it computes in float32 all the same.
+    ImportError if onnx or onnxscript is absent; ValueError if the head or the backbone has no form as a graph, or the
+    head's matrices are too large for a file.
     """
     try:
         import onnx
@@ -54,8 +63,27 @@ def write_onnx(
     assert program is not None
     proto = program.model_proto
     onnx.helper.set_model_props(proto, graph.properties)
+    for node in proto.graph.node:
+        node.ClearField("metadata_props")  # where in the code it comes from, by paths of this machine
+    if float16:
+        _store_as_float16(proto, "network.")
     with atomic_replace(path) as temporary:
         onnx.save(proto, temporary)
+
+
+def _store_as_float16(proto: Any, prefix: str) -> None:
+    """Store the float32 weights of a graph whose names begin so as float16; it casts them as it is loaded."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    casts = []
+    for weight in proto.graph.initializer:
+        if weight.data_type != TensorProto.FLOAT or not weight.name.startswith(prefix):
+            continue
+        name, values = weight.name, numpy_helper.to_array(weight)
+        weight.CopyFrom(numpy_helper.from_array(values.astype(np.float16), f"{name}.float16"))
+        casts.append(helper.make_node("Cast", [weight.name], [name], to=TensorProto.FLOAT))
+    for cast in reversed(casts):
+        proto.graph.node.insert(0, cast)
 
 
 def write_program(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], *, pixels: bool) -> None:
@@ -116,17 +144,11 @@ class _Logits(nn.Module):
 
     def __init__(self, model: SimpleCNAPS, task: AdaptedTask) -> None:
         super().__init__()
-        self.extractor = model.feature_extractor.for_inference(task.network.film)
-        self.projection = copy.deepcopy(model.projection) if model.projection is not None else nn.Identity()
-        with torch.no_grad():
-            self.head = task.fitted_head.settled.export(task.fitted_head.state)
-
-    def features(self, images: Tensor) -> Tensor:
-        features: Tensor = self.projection(self.extractor(images))
-        return features
+        self.network = _AdaptedNetwork(model, task)
+        self.head = _exported_head(task)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(images))
+        return self.head(self.network(images).adapted)
 
 
 class _Answers(nn.Module):
@@ -138,24 +160,53 @@ class _Answers(nn.Module):
         super().__init__()
         fitted = task.fitted_head
         self.square = PixelsToSquare(model.image_size)
-        self.classifier = _Logits(model, task)
-        self.unadapted = None
-        if task.unadapted is not None and fitted.outliers is not None:
-            self.unadapted = model.feature_extractor.for_inference(None)
+        both = task.unadapted is not None and fitted.outliers is not None
+        self.network = _BothNetworks(model, task) if both else _AdaptedNetwork(model, task)
+        self.head = _exported_head(task)
         self.temperature = fitted.temperature
         self.outliers = None if fitted.outliers is None else fitted.outliers.export()
         self.register_buffer("support", fitted.support.adapted.float() if distances else None)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
-        images = self.square(pixels)
-        features = self.classifier.features(images)
-        logits = self.classifier.head(features)
+        features = self.network(self.square(pixels))
+        logits = self.head(features.adapted)
         probabilities, label = torch.softmax(logits / self.temperature, dim=1)[0], logits.argmax(dim=1)
         if self.outliers is None:
             score = -logits.amax(dim=1)
         else:
-            pretrained = None if self.unadapted is None else self.classifier.projection(self.unadapted(images))
-            score = self.outliers(logits, Features(features, pretrained))
+            score = self.outliers(logits, features)
             label = torch.where(score > self.outliers.threshold, logits.shape[1], label)
-        distances = () if self.support is None else (torch.linalg.vector_norm(self.support - features, dim=1),)
+        distances = () if self.support is None else (torch.linalg.vector_norm(self.support - features.adapted, dim=1),)
         return probabilities, label[0], score[0], *distances
+
+
+class _AdaptedNetwork(nn.Module):
+    """Images (n, 3, s, s) -> adapted features (n, d), FiLM inside the convolutions."""
+
+    def __init__(self, model: SimpleCNAPS, task: AdaptedTask) -> None:
+        super().__init__()
+        self.extractor = model.feature_extractor.for_inference(task.network.film)
+        self.projection = nn.Identity() if model.projection is None else copy.deepcopy(model.projection)
+
+    def forward(self, images: Tensor) -> Features:
+        return Features(self.projection(self.extractor(images)))
+
+
+class _BothNetworks(nn.Module):
+    """Images (n, 3, s, s) -> features (n, d), adapted and as pretrained, by two networks that share their weights."""
+
+    film: Tensor
+
+    def __init__(self, model: SimpleCNAPS, task: AdaptedTask) -> None:
+        super().__init__()
+        assert task.network.film is not None
+        self.network = FilmedNetwork(model)
+        self.register_buffer("film", film_vector(task.network.film))
+
+    def forward(self, images: Tensor) -> Features:
+        return Features(self.network(images, self.film), self.network(images))
+
+
+def _exported_head(task: AdaptedTask) -> nn.Module:
+    with torch.no_grad():
+        return task.fitted_head.settled.export(task.fitted_head.state)

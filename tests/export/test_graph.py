@@ -1,4 +1,4 @@
-"""The torch.export program of a fitted classifier."""
+"""A fitted classifier as a torch.export program, and as a graph that has the weights of both networks once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn.exceptions import NotFittedError
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis.export.graph import write_onnx
 from fewshot_mahalanobis.images.decode import ImageBatches
-from tests.tiny import LABELS, pictures
+from tests.tiny import LABELS, SUPPORT_LABELS, drawn, pictures
 
 
 @pytest.mark.parametrize("arguments", [{}, {"head": "cosine", "adapt": False}], ids=str)
@@ -39,3 +41,28 @@ def test_the_program_gives_the_same_logits_and_names_the_classes(arguments: dict
 def test_an_unfitted_classifier_has_no_program(tmp_path: Path) -> None:
     with pytest.raises(NotFittedError):
         SimpleCNAPSClassifier().export_program(tmp_path / "a.pt2")
+
+
+def test_a_graph_that_has_the_weights_of_both_networks_once_and_as_float16_answers_as_the_classifier(
+    tmp_path: Path,
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = load_checkpoint("default").at_size(64)
+    weights = sum(tensor.numel() for tensor in model.feature_extractor.network.state_dict().values())
+    classifier = SimpleCNAPSClassifier(
+        model, device="cpu", precision="float32", unknown_label="none", temperature="auto", false_rejection_rate=0.3
+    ).fit(drawn(SUPPORT_LABELS, 0), SUPPORT_LABELS)
+    queries = [  # of the network's size: resizing has its own test
+        np.asarray(Image.fromarray(one).resize((64, 64)))
+        for one in [*drawn(["red", "green", "blue", "red"], 3), *pictures(2, 1)]
+    ]
+    expected = classifier.predict_all(queries)
+    assert {"none", "blue"} <= set(expected.labels.tolist())
+    write_onnx(classifier.model_, classifier.task_, tmp_path / "both.onnx", pixels=True, float16=True)
+    assert (tmp_path / "both.onnx").stat().st_size < 1.1 * 2 * weights
+    session = onnxruntime.InferenceSession(tmp_path / "both.onnx")
+    for index, query in enumerate(queries):
+        probabilities, label, _ = session.run(None, {"pixels": query})
+        assert np.abs(probabilities - expected.probabilities[index]).max() < 0.01
+        assert classifier.fitted_head_.output_labels[label] == expected.labels[index]

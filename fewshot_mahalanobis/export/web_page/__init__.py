@@ -78,7 +78,7 @@ def write_web_page(
     pictures = None if support is None else _thumbnails(support, task)
     with TemporaryDirectory(prefix=".saving-page-", dir=folder.absolute().parent) as name:
         temporary = Path(name)
-        write_onnx(model, task, temporary / _GRAPH, pixels=True, distances=pictures is not None)
+        write_onnx(model, task, temporary / _GRAPH, pixels=True, distances=pictures is not None, float16=True)
         graph = _large_file(_GRAPH, _sha384(temporary / _GRAPH))
         for kind, path in (scripts or {}).items():
             shutil.copyfile(path, temporary / RUNTIME[kind][0])

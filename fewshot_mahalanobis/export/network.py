@@ -1,0 +1,119 @@
+"""A network as parts of graphs: with FiLM parameters as an input, and the set encoder and generator that make them.
+
+A task changes few weights: those of the convolutions that FiLM follows. So a graph has all weights once, whatever the
+tasks that it serves, and computes the changed ones from the FiLM parameters. These are one vector in a graph: gamma and
+beta of each position, in the order of the network's ``film_positions``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fewshot_mahalanobis.networks.extractor import FrozenNetwork
+from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.folding import fold_network
+from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator
+from fewshot_mahalanobis.networks.norms import trace_norms
+from fewshot_mahalanobis.networks.set_encoder import SetEncoder
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+
+
+class FilmedNetwork(nn.Module):
+    """Images (n, 3, s, s) and FiLM parameters (f,) -> features (n, d); without the parameters, those as pretrained.
+
+    Attributes
+    ----------
+    positions : mapping of str to int
+        Normalisation layers that FiLM follows -> their numbers of feature maps.
+    """
+
+    def __init__(self, model: SimpleCNAPS) -> None:
+        super().__init__()
+        extractor = model.feature_extractor
+        inner = extractor.network if isinstance(extractor, FrozenNetwork) else extractor
+        assert isinstance(inner, nn.Module)
+        self.prepared = extractor.prepared if isinstance(extractor, FrozenNetwork) else nn.Identity()
+        blank = torch.zeros(1, 3, model.image_size, model.image_size, device=model.device)
+        with torch.no_grad():
+            foldable = trace_norms(inner, lambda: extractor(blank)).foldable
+        self.network = fold_network(inner, foldable)
+        self.projection = copy.deepcopy(model.projection)
+        self.positions: Mapping[str, int] = dict(extractor.film_positions)
+        convolution = {norm: conv for conv, norm in foldable}
+        #: What takes the FiLM parameters of each position: the norm, or the convolution that has absorbed it.
+        self._layers = [convolution.get(position, position) for position in self.positions]
+
+    def forward(self, images: Tensor, film: Tensor | None = None) -> Tensor:
+        """Adapt the network in the graph, and run it."""
+        weights = {} if film is None else self._adapted(film)
+        features: Tensor = functional_call(self.network, weights, (self.prepared(images),))
+        features = features.flatten(1).float()
+        return features if self.projection is None else self.projection(features)
+
+    def _adapted(self, film: Tensor) -> dict[str, Tensor]:
+        """Weights and biases that FiLM changes: gamma (w x + b) + beta."""
+        adapted = {}
+        parts = film.split([width for width in self.positions.values() for _ in range(2)])
+        for name, gamma, beta in zip(self._layers, parts[::2], parts[1::2], strict=True):
+            weight, bias = (self.network.get_parameter(f"{name}.{kind}") for kind in ("weight", "bias"))
+            adapted[f"{name}.weight"] = weight * gamma.reshape(-1, *[1] * (weight.ndim - 1))
+            adapted[f"{name}.bias"] = bias * gamma + beta
+        return adapted
+
+
+def film_vector(film: Film) -> Tensor:
+    """FiLM parameters as one vector (f,)."""
+    return torch.cat([vector.float() for pair in film.values() for vector in pair])
+
+
+class FilmParameters(nn.Module):
+    """What the set encoder reads (n, 3, e, e), and features as pretrained (n, d), of a support set -> FiLM (f,).
+
+    ValueError if the parameters of a layer depend on the maps of earlier ones.
+    """
+
+    def __init__(self, model: SimpleCNAPS) -> None:
+        super().__init__()
+        if isinstance(model.film_generator, AutoregressiveFilmGenerator):
+            raise ValueError(
+                "the FiLM parameters of an auto-regressive model have no graph, as they depend on the maps of layers "
+                "that are already adapted: choose a checkpoint of another kind"
+            )
+        assert isinstance(model.set_encoder, SetEncoder)
+        assert isinstance(model.film_generator, FilmGenerator)
+        modules = model.set_encoder, model.film_generator, model.feature_encoder
+        self.set_encoder, self.film_generator, self.feature_encoder = copy.deepcopy(modules)
+
+    def forward(self, images: Tensor, features: Tensor) -> Tensor:
+        """Encode the set and generate."""
+        z = self._encodings(images).mean(dim=0)
+        if self.feature_encoder is None:
+            z = z + 0 * features.sum()  # an input of every graph
+        else:
+            mean = features.mean(dim=0)
+            deviation = (features - mean).square().mean(dim=0).sqrt()
+            z = z + self.feature_encoder(torch.cat([mean, deviation]))
+        return film_vector(self.film_generator(z, [], None))
+
+    def _encodings(self, x: Tensor) -> Tensor:
+        """Encodings (n, 64) of images (n, 3, e, e), as :class:`SetEncoder` makes them, by operations of ONNX.
+
+        Maps are pooled before they are normalised, as BatchNorm and ReLU do not decrease once gamma's sign is in the
+        convolution.
+        """
+        for conv, norm in self.set_encoder.layers:
+            sign = torch.where(norm.weight < 0, -1.0, 1.0)
+            maps = F.conv2d(x, conv.weight * sign[:, None, None, None], padding=1)
+            positions = maps.flatten(2)  # means of images before that of the set: no copy of the maps is made
+            mean = positions.mean(dim=2).mean(dim=0)
+            square = (torch.linalg.vector_norm(positions, dim=2).square() / positions.shape[2]).mean(dim=0)
+            scale = norm.weight.abs() * torch.rsqrt((square - mean.square()).clamp(min=0) + norm.eps)
+            shift = norm.bias - mean * scale
+            x = F.relu(F.max_pool2d(maps, 2) * scale[:, None, None] + shift[:, None, None])
+        return x.mean(dim=(2, 3))
