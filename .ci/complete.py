@@ -41,8 +41,9 @@ def compare(where: str, found: dict[str, bytes], expected: dict[str, bytes], mad
 
 compare(sdist.name, inside, published, {"PKG-INFO"})
 info = next(name for name in installed if name.endswith(".dist-info/METADATA")).removesuffix("METADATA")
-made = {info + name for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
-compare(wheel.name, installed, package | {info + "licenses/LICENSE": tracked["LICENSE"]}, made)
+licences = {f"{info}licenses/{name}": tracked[name] for name in ("LICENSE", "THIRD_PARTY_NOTICES.md")}
+made = {info + name for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
+compare(wheel.name, installed, package | licences, made)
 if missing := made - installed.keys():
     sys.exit(f"{wheel.name} has no {sorted(missing)}")
 for folder in ("tests/", "docs/", "examples/"):

@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
+    "sphinx_llms_txt",  # the site's pages for language models: llms.txt, and all of them in llms-full.txt
     "sphinx-mathjax-offline",  # MathJax in the site itself: no request goes elsewhere
 ]
 templates_path = ["_templates"]
@@ -50,6 +51,10 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "show_memory": False,
 }
+
+# Links that hold wherever the site lies. The summary of every object is in its module's page.
+llms_txt_uri_template = "_sources/{docname}{suffix}{sourcelink_suffix}"
+llms_txt_exclude = ["generated/*", "changelog"]
 
 # Prompts are not copied with a command.
 copybutton_prompt_text = "$ "

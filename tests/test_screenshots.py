@@ -7,6 +7,7 @@ It looks at a site that was built before, which takes minutes: in ``docs/_build`
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,13 @@ def test_a_page_is_whole_and_readable_wide_and_narrow(page: tuple[Page, str, lis
     assert name is not None
     assert search is not None
     assert name["x"] + name["width"] <= search["x"]
+
+
+@pytest.mark.usefixtures("browser")  # which skips without a site
+def test_language_models_find_every_page() -> None:
+    listed = re.findall(r"\]\((.+)\)", (SITE / "llms.txt").read_text())
+    assert {Path(file).name.removesuffix(".md.txt") for file in listed} >= {"index", "start", "guide", "faq", "api"}
+    assert [file for file in listed if not (SITE / file).is_file()] == []
 
 
 def test_pages_are_short_and_no_code_is_cut_on_a_wide_screen(browser: Browser) -> None:
