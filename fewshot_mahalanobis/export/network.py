@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.extractor import FrozenNetwork
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.folding import fold_network
@@ -39,7 +40,7 @@ class FilmedNetwork(nn.Module):
         inner = extractor.network if isinstance(extractor, FrozenNetwork) else extractor
         assert isinstance(inner, nn.Module)
         self.prepared = extractor.prepared if isinstance(extractor, FrozenNetwork) else nn.Identity()
-        blank = torch.zeros(1, 3, model.image_size, model.image_size, device=model.device)
+        blank = torch.zeros(1, 3, model.image_size, model.image_size, device=device_of(model))
         with torch.no_grad():
             foldable = trace_norms(inner, lambda: extractor(blank)).foldable
         self.network = fold_network(inner, foldable)
