@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
 from fewshot_mahalanobis.export.network import FilmedNetwork, FilmParameters, film_vector
+from fewshot_mahalanobis.networks.backbone import Backbone
+from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 from tests.tiny import adapting_model
 
 
@@ -29,10 +31,10 @@ def small_default() -> SimpleCNAPS:
 
 
 def own_network() -> SimpleCNAPS:
-    model = SimpleCNAPS.from_backbone(
-        Transformed(), image_size=32, mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.3), adaptation="film",
-        positions=["bn", "norm"], frozen_features=True,
-    )  # fmt: skip
+    backbone = Backbone.from_module(
+        Transformed(), image_size=32, mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.3), positions=["bn", "norm"]
+    )
+    model = SimpleCNAPS(adaptation="film", image_size=32, frozen_features=True, backbone=backbone)
     for name, parameter in model.named_parameters():
         if "film_generator" in name or "feature_encoder" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -56,7 +58,7 @@ def test_features_by_a_vector_of_film_parameters_are_those_of_the_adapted_networ
         model = make()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         x = images(model)
-        film = model.film_parameters(x)
+        film = film_parameters(model, x)
         network = FilmedNetwork(model).eval()
         for vector, parameters in ((film_vector(film), film), (None, None)):
             expected = model.with_film(parameters).features(x)
@@ -73,7 +75,7 @@ def test_film_parameters_of_a_set_are_those_of_the_model(make: Any) -> None:
         for norm in model.set_encoder.norms:  # scales of both signs
             norm.weight.copy_(torch.linspace(-1, 1, len(norm.weight)))
         x = images(model)
-        expected = film_vector(model.film_parameters(x))
+        expected = film_vector(film_parameters(model, x))
         size = model.config.get("encoder_size") or model.image_size
         small = nn.functional.interpolate(x, (size, size), mode="bilinear", antialias=True)
         found = FilmParameters(model)(small, model.with_film(None).features(x))
