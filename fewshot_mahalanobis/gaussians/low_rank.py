@@ -60,7 +60,7 @@ class SharedCovariance:
 
     @functools.cached_property
     def dense(self) -> Tensor:
-        """S (d, d). A symmetric matrix is half a matrix: its lower strips take 3/4 of the products."""
+        """S (d, d), by its lower strips, which take 3/4 of the products, and symmetry."""
         d = self.rows.shape[1]
         dense, start = self.rows.new_empty(d, d), 0
         for strip in self.rows.chunk(_STRIPS, dim=1):
@@ -86,7 +86,7 @@ def roots_of_scatter(members: Tensor, freedom: int) -> Tensor:
 def _contrasts(n: int, like: Tensor) -> Tensor:
     """Helmert's orthonormal contrasts C (n - 1, n): C^T C removes the mean, so C X is a root of X's scatter.
 
-    One row fewer than X - mean has; none for a single example, whose covariance is zero.
+    It has one row fewer than X - mean, and none for a single example, whose covariance is zero.
     """
     row = torch.arange(1, n, dtype=like.dtype, device=like.device)[:, None]
     column = torch.arange(n, dtype=like.dtype, device=like.device)
@@ -200,7 +200,7 @@ class CholeskyMetric:
         return _within_groups(at_u, at_u, size), _within_groups(at_u, at_x, size)
 
     def mean_coordinates(self) -> Tensor:
-        """The means there, (k', 1, d)."""
+        """Coordinates of the means, (k', 1, d)."""
         return self.coordinates(self.means[:, None])
 
 
@@ -261,7 +261,7 @@ class LowRankMetric:
         return gram, cross - _within_groups(along_u, along_x - self.means_along, size)
 
     def mean_coordinates(self) -> Tensor:
-        """The means there, (k', 1, p + r)."""
+        """Coordinates of the means, (k', 1, p + r)."""
         return torch.cat(self.ridge.parts(self.means[:, None]), dim=-1)
 
     def _sum_of_squares(self, x: Tensor) -> Tensor:
@@ -291,14 +291,14 @@ def low_rank_metric(
     whitening = _whitening(shared, 1.0 - class_weight, beta)
     means = whitening(means)
     ridge = _ridge(whitening(roots.flatten(0, 1)).unflatten(0, roots.shape[:2]), class_weight)
-    # In memory row by row of all classes, the order in which the metric multiplies them.
+    # The metric multiplies the rows in this order: the first of every class, then the second.
     ridge = _Ridge(ridge.reduction.transpose(0, 1).contiguous().transpose(0, 1), ridge.cholesky)
     along = (ridge.reduction @ means[:, :, None])[:, :, 0]
     return LowRankMetric(whitening, means, means.square().sum(dim=1), ridge, along)
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Cholesky factor (..., r, r), refused where its pivots are mostly rounding: the beta I in ``matrix`` is lost."""
+    """Cholesky factor (..., r, r); raise if rounding dominates a pivot, as beta I is lost in ``matrix`` then."""
     factor, failed = torch.linalg.cholesky_ex(matrix)
     pivots, diagonal = factor.diagonal(dim1=-2, dim2=-1).square(), matrix.diagonal(dim1=-2, dim2=-1)
     significant = pivots > MIN_ROUNDINGS * torch.finfo(matrix.dtype).eps * diagonal

@@ -18,8 +18,8 @@ all of t, classes of few examples get too few queries. For equal shots r_k is a 
 
 Features that are never negative, as after a ReLU, are skewed: many small entries and a few large ones. Their square
 roots are nearer to a Gaussian (Goswami et al., "FeCAM: Exploiting the Heterogeneity of Class Distributions in
-Exemplar-Free Continual Learning", NeurIPS 2023, take powers for this), and x stands for them where the leave-one-out
-likelihood is higher so.
+Exemplar-Free Continual Learning", NeurIPS 2023, take powers for this), and replace the features x where they have the
+higher leave-one-out likelihood.
 
 This is probabilistic linear discriminant analysis (Ioffe, "Probabilistic Linear Discriminant Analysis", ECCV 2006) with
 the covariance between classes proportional to the one within. t and b are moments of leave-one-out distances; beta, f
@@ -63,7 +63,7 @@ _SHARE_PRIOR, _CLASS_EXAMPLES = NormalPrior((0.0, 0.2, 0.4, 0.6, 0.8, 1.0), 0.0,
 _MIN_SPREAD, _MAX_SPREAD = 1e-2, 1e4
 #: Use at most this many left-out examples, evenly from all classes.
 _MAX_LEFT_OUT = 250
-#: The power is chosen on the classes of most examples, at most so many.
+#: Choose the power on at most this many classes, those of most examples.
 _POWER_CLASSES = 10
 #: Label smoothing in the leave-one-out likelihood, in pseudo-examples over all classes.
 _PSEUDO_EXAMPLES = 0.25
@@ -124,7 +124,7 @@ class Plda:
     means : Tensor of shape (k, d)
         Class means of the features as they are.
     counts : Tensor of shape (k,)
-        n_k; with copies, what they are worth (:func:`~fewshot_mahalanobis.gaussians.support.effective_counts`).
+        n_k; with copies, :func:`~fewshot_mahalanobis.gaussians.support.effective_counts`.
     shrink, ratio : Tensor of shape (k,)
         s_k and r_k.
     to_centre : Tensor of shape (k,)
@@ -233,7 +233,7 @@ def _at_centre(variance: float, power: float = 1.0) -> PldaSettings:
 
 
 def _chosen_power(x: Tensor, labels: Tensor, groups: Tensor | None) -> tuple[float, _Likelihood | None]:
-    """1, or 1/2 where the left-out examples are more likely so, and the likelihood of the classes that chose it."""
+    """1, or 1/2 if left-out examples are more likely then, and the likelihood that says so if there is one."""
     few = torch.isin(labels, labels.bincount().argsort(descending=True, stable=True)[:_POWER_CLASSES])
     labels, groups = labels[few].unique(return_inverse=True)[1], None if groups is None else joined_groups(groups[few])
     if int(remaining_examples(labels, groups).max()) == 0:
@@ -306,7 +306,7 @@ class PldaWithout:
             self.v, self.means = vectors * roots, centred @ v.T @ vectors / roots
         else:
             self.v, self.means = v @ vectors, centred @ vectors
-        # Inner products (k, k) of what of the M_j lies outside the span of the v_i, where P is beta I.
+        # Inner products (k, k) of the parts of the M_j outside the span of the v_i, where P is beta I.
         self.outside = centred @ centred.T - self.means @ self.means.T
         self.counts, self.freedom = counts, len(labels) - len(counts)  # n_k, n - k
         self.worth, self.worth_of_others = effective_counts(labels, groups)
@@ -441,7 +441,7 @@ class _Without:
 
     @cached_property
     def _worth(self) -> Tensor:
-        """Examples (G, 1, k) that what remains of each class is worth."""
+        """Effective number of examples (G, 1, k) that remain of each class."""
         others = self.parts.worth_of_others[self.removal.rows]
         return self.parts.worth.repeat(len(others), 1).scatter(1, self.removal.labels, others)[:, None]
 

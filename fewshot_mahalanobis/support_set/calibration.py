@@ -52,7 +52,7 @@ def calibrate(
     reject : bool
         Whether to fit an outlier score.
     similarities : sequence of Similarity
-        Terms that it has beside the head's.
+        Terms of the outlier score beside the head's.
 
     Returns
     -------
@@ -66,33 +66,35 @@ def calibrate(
     """
     check_settings(temperature, false_rejection_rate)
     weights = left_out_weights(labels, groups).cpu()
-    paired = weights > 0  # a class of one is gone when its example is left out
-    if reject and not paired.any():
+    counted = weights > 0  # an example whose class has others outside its group
+    if reject and not counted.any():
         copies = "" if groups is None else " that are not copies or of one group"
         raise ValueError(
             f"unknown_label needs a class of at least two examples{copies}, because the threshold is found by leaving "
             "one out: add examples, or set a threshold of your own on outlier_score instead"
         )
-    if not paired.any() or not (reject or temperature == "auto"):
+    if not counted.any() or not (reject or temperature == "auto"):
         return (1.0 if isinstance(temperature, str) else float(temperature)), None
-    left_out = {HEAD: _left_out(head, support.adapted, labels, groups)[paired]}
+    left_out = {HEAD: _left_out(head, support.adapted, labels, groups)[counted]}
     if reject:
-        left_out |= {term.name: _left_out(term.head, term.of(support), labels, groups)[paired] for term in similarities}
-    support_labels, support_groups = labels, groups
-    labels, groups = labels.cpu(), None if groups is None else groups.cpu()
-    shrink = _shrink(labels, groups)[paired]
-    own, of_groups = labels[paired], None if groups is None else groups[paired]
+        left_out |= {
+            term.name: _left_out(term.head, term.of(support), labels, groups)[counted] for term in similarities
+        }
+    labels_on_cpu, groups_on_cpu = labels.cpu(), None if groups is None else groups.cpu()
+    shrink = _shrink(labels_on_cpu, groups_on_cpu)[counted]
+    left_out_labels = labels_on_cpu[counted]
+    left_out_groups = None if groups_on_cpu is None else groups_on_cpu[counted]
     if isinstance(temperature, str):
-        # What is common to all classes says nothing about the own one: no share of that may be taken off it alone.
+        # Shrink only the class-specific part of the distance: a mean closer to its examples does not change the rest.
         with torch.no_grad():
-            common = head.common_distance(support.adapted, support_labels, support_groups).cpu().double()[paired]
-        logits = _as_far_as_queries(left_out[HEAD], own, shrink ** (head.distance_power / 2), common)
-        temperature = fit_temperature(logits, own, weights[paired])
+            common = head.common_distance(support.adapted, labels, groups).cpu().double()[counted]
+        logits = _as_far_as_queries(left_out[HEAD], left_out_labels, shrink ** (head.distance_power / 2), common)
+        temperature = fit_temperature(logits, left_out_labels, weights[counted])
     if not reject:
         return float(temperature), None
     if head.distance_power == 2:
-        left_out[HEAD] = _as_far_as_queries(left_out[HEAD], own, shrink, torch.zeros_like(shrink))
-    return float(temperature), OutlierScore.fit(left_out, support, labels, false_rejection_rate, of_groups)
+        left_out[HEAD] = _as_far_as_queries(left_out[HEAD], left_out_labels, shrink, torch.zeros_like(shrink))
+    return float(temperature), OutlierScore.fit(left_out, support, labels, false_rejection_rate, left_out_groups)
 
 
 def _left_out(head: Head[Any], features: Tensor, labels: Tensor, groups: Tensor | None) -> Tensor:
@@ -102,17 +104,16 @@ def _left_out(head: Head[Any], features: Tensor, labels: Tensor, groups: Tensor 
 
 
 def _as_far_as_queries(logits: Tensor, labels: Tensor, shrink: Tensor, common: Tensor) -> Tensor:
-    """Logits (n, k) of left-out examples: of their own distance, what is beyond ``common`` (n,) is times ``shrink``."""
-    own = labels[:, None]
-    common = common[:, None]
+    """Logits (n, k) with what each distance to the own class has beyond ``common`` (n,) times ``shrink`` (n,)."""
+    own, common = labels[:, None], common[:, None]
     return logits.scatter(1, own, shrink[:, None] * (logits.gather(1, own) + common) - common)
 
 
 def _shrink(labels: Tensor, groups: Tensor | None) -> Tensor:
     """Factor (n,) that puts left-out examples as far from their own class as queries are.
 
-    Of n_k examples with covariance S, one lies tr(Q^-1 S) (1 + 1 / (n_k - 1)) from the mean of the others on average,
-    but a query tr(Q^-1 S) (1 + 1 / n_k) from the mean of all. The ratio is 1 - 1 / n_k^2.
+    In a class of n_k examples with covariance S, a left-out example lies tr(Q^-1 S) (1 + 1 / (n_k - 1)) from the mean
+    of the others on average, and a query tr(Q^-1 S) (1 + 1 / n_k) from the mean of all. The ratio is 1 - 1 / n_k^2.
     """
     if groups is None:
         return 1 - 1 / labels.bincount()[labels].double().square()

@@ -7,11 +7,11 @@ The score of a query is a sum of standardised terms,
 where l_jk is the similarity of the query to class k in term j. The first term is the head's, whose logits are minus
 distances (Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks",
 NeurIPS 2018). The second and the third are cosines of adapted features to the class means, about zero and about the
-centre of the classes. Adapted features separate the classes of a task, and no longer show how pictures of another kind
-differ. The fourth term, the cosine of cube roots of the features without adaptation, still does.
+centre of the classes. Adapted features separate the classes of a task, and lose what tells other images apart. The
+fourth term keeps it: the cosine of cube roots of the features without adaptation.
 
-Mean m_j, standard deviation s_j and the threshold come from the support set: each of its examples, left out of the fit,
-is a query known to belong. The threshold is the order statistic of conformal prediction (Vovk et al., "Algorithmic
+Mean m_j, standard deviation s_j and the threshold come from the support set: each example, left out of the fit, is a
+query of a known class. The threshold is the order statistic of conformal prediction (Vovk et al., "Algorithmic
 Learning in a Random World", 2005), with leave-one-out in place of a split.
 """
 
@@ -34,7 +34,7 @@ from fewshot_mahalanobis.heads import CosineHead, Head
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.warn import warn_caller
 
-#: The unknown label's type and its name, by the kind of the classes' dtype; else a string.
+#: Type of the unknown label, and its name in messages, by the kind of the classes' dtype. By default a string.
 _WANTED: dict[str, tuple[type, str]] = {
     "i": (Integral, "an integer"),
     "u": (Integral, "an integer"),
@@ -74,12 +74,12 @@ class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
         without = MeansWithout.of(x, support_labels, groups)
         moves = without.centres(means, len(x))  # of the centre
         x = x - moves
-        # M_j - move of the classes that stay as they are, from products; the others themselves.
+        # Cosines with classes whose mean does not move, from products of matrices.
         product = x @ means.T - (x * moves).sum(dim=1, keepdim=True)
         terms = means.square().sum(dim=1) + moves.square().sum(dim=1, keepdim=True)
         length = terms - 2 * moves @ means.T
         scale = length.clamp(min=1e-24).sqrt() * x.norm(dim=1, keepdim=True).clamp(min=1e-12)
-        cosines = (product / scale).where(length > 1e-12 * terms, 0.0)  # the only class that remains is its own centre
+        cosines = (product / scale).where(length > 1e-12 * terms, 0.0)  # a class that remains alone is the centre
         moved = F.cosine_similarity(x[without.rows], without.means - moves[without.rows], dim=1, eps=1e-12)
         return without.put(cosines, moved)
 
@@ -100,14 +100,14 @@ class _ExportedCentredCosine(nn.Module):
 class Similarity(NamedTuple):
     """One term of the outlier score: the cosine of an example and the class means, in some features."""
 
-    name: str  # in files; never given to another term
+    name: str  # as files have it, so no other term may ever have it
     head: Head[Any]
     of: Callable[[Features], Tensor]
     weight: float  # w_j
 
 
 def _cube_roots(features: Features) -> Tensor:
-    """Cube roots of the features without adaptation: a few large ones no longer decide the cosine."""
+    """Cube roots of the features without adaptation, so that a few large ones do not decide the cosine."""
     return features.pretrained.sign() * features.pretrained.abs().pow(1 / 3)
 
 
@@ -126,8 +126,8 @@ class OutlierScore:
     ----------
     threshold : float
     units : dict of str to (float, float), optional
-        m_j and s_j / w_j of each term that the score has: of "head", and of some of ``SIMILARITIES`` by their names.
-        Without them the score is the head's term alone.
+        m_j and s_j / w_j of each term, by its name: "head", and any of ``SIMILARITIES``. By default the score is the
+        head's term alone.
     support : Features
         Support examples, with which queries are compared.
     labels : int64 Tensor of shape (n,)
@@ -185,7 +185,7 @@ class OutlierScore:
         Parameters
         ----------
         left_out : mapping of str to Tensor of shape (n', k)
-            Logits of left-out examples by each term that the score has, by its name.
+            Logits of left-out examples by each term of the score, by its name.
         support : Features
         labels : int64 Tensor of shape (n,)
         false_rejection_rate : float
@@ -228,9 +228,9 @@ def standardised_sum(logits: Mapping[str, Tensor], units: Units) -> Tensor:
 
 
 def score_units(left_out: Mapping[str, Tensor], weights: Tensor | None = None) -> Units:
-    """m_j and s_j / w_j of every term by its logits (n, k) of at least two left-out examples, of weights (n,).
+    """m_j and s_j / w_j of every term, from its logits (n, k) of n >= 2 left-out examples with ``weights`` (n,).
 
-    s_j is 1 where all scores are equal but for rounding, as with cosines of copies.
+    s_j is 1 if all scores are equal but for rounding, as cosines of copies are.
     """
     units, factors = Units(), {HEAD: 1.0, **{term.name: term.weight for term in SIMILARITIES}}
     for name, logits in left_out.items():
@@ -248,15 +248,15 @@ def score_units(left_out: Mapping[str, Tensor], weights: Tensor | None = None) -
 def rejection_threshold(scores: Tensor, false_rejection_rate: float, groups: Tensor | None = None) -> float:
     """Score that a query of a known class exceeds with the promised probability.
 
-    Of n scores and one more, all exchangeable, the new one exceeds the j-th smallest of the n with probability
-    1 - j / (n + 1), whatever their distribution. The threshold is the score of rank j = (n + 1) (1 - rate), on the
-    line between its neighbours where that is not whole. Of scores in groups, the groups are exchangeable: n is their
-    number, and the rank of a score is the sum of the weights up to it, which are 1 in each group.
+    If n + 1 scores are exchangeable, the last exceeds the j-th smallest of the others with probability 1 - j / (n + 1),
+    whatever their distribution. The threshold is the score of rank j = (n + 1) (1 - rate), interpolated if that is not
+    whole. With groups, the groups are exchangeable: n is their number, the weights of the scores of a group sum to 1,
+    and the rank of a score is the sum of the weights up to it.
 
     Parameters
     ----------
     scores : Tensor of shape (n',)
-        Of examples of known classes, each unseen by the classifier that scored it.
+        Scores of examples of known classes, each by a classifier that has not seen the example.
     false_rejection_rate : float
         Between 0 and 1.
     groups : int64 Tensor of shape (n',), optional
