@@ -43,9 +43,9 @@ from fewshot_mahalanobis.support_set.labels import (
     joined_labels,
     label_kind,
 )
+from fewshot_mahalanobis.support_set.priors import checked_priors
 from fewshot_mahalanobis.support_set.summary import SupportSummary
 from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, output_labels
-from fewshot_mahalanobis.support_set.warn import warn_caller
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +127,9 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     temperature : float or "auto", default=1.0
         T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits T to support images that are
         left out one at a time; it is 1 if no class has two of them.
+    priors : array-like of shape (k,) or mapping of label to share, optional
+        Shares of the classes among the queries, by which probabilities and labels follow Bayes' rule; an array is in
+        the order of ``classes_``. By default all are equal, whatever the numbers of support images.
     unknown_label : str, int or float, optional
         Label that ``predict`` gives to an image too far from every class. It must differ from the classes and have
         their type. At least one class needs two support images. Every image then takes a second pass, through the
@@ -153,6 +156,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         Width d of a feature vector; 512 for the FiLM ResNet18.
     temperature_ : float
         ``temperature``, or what "auto" chose.
+    priors_ : ndarray of shape (k,)
+        ``priors``, with sum one.
     threshold_ : float or None
         ``predict`` gives ``unknown_label`` where :meth:`outlier_score` is above it; None without ``unknown_label``.
     fitted_head_ : FittedHead
@@ -195,6 +200,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         precision: str = "auto",
         batch_size: int = 64,
         temperature: float | str = 1.0,
+        priors: Any = None,
         unknown_label: Any = None,
         false_rejection_rate: float = 0.05,
         value_range: tuple[float, float] | None = None,
@@ -209,6 +215,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         self.precision = precision
         self.batch_size = batch_size
         self.temperature = temperature
+        self.priors = priors
         self.unknown_label = unknown_label
         self.false_rejection_rate = false_rejection_rate
         self.value_range = value_range
@@ -237,8 +244,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         ValueError
             An image or a label cannot be used (the message names it;
             :class:`~fewshot_mahalanobis.images.errors.ImageError` for images), their numbers differ, there is only one
-            class, or a constructor argument is unknown. A UserWarning says so if ``false_rejection_rate`` is smaller
-            than so few support images allow.
+            class, ``priors`` do not fit the classes, or a constructor argument is unknown. A UserWarning says so if
+            ``false_rejection_rate`` is smaller than so few support images allow.
         """
         if y is None and (pairs := labelled_pairs(X)) is not None:
             X, y = pairs
@@ -253,6 +260,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         labels = checked_labels(y, batches.n_images)
         names = batches.photographs() if groups is None else checked_groups(groups, batches.n_images)
         self._check_classes(labels, allowed)
+        priors = checked_priors(self.priors, np.unique(labels), allowed)
         check_settings(self.temperature, self.false_rejection_rate)
 
         # Images -> adapted network.
@@ -266,7 +274,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         support = Features.joined([*features_of_batches(seen, network, unadapted, batch_size)])
         small = torch.cat(pictures)
         copies = same_pictures(small, support.adapted)
-        fitted_head = self._fit_head(head, support, labels, names, copies, batches.name)
+        fitted_head = self._fit_head(head, support, labels, names, copies, batches.name, priors=priors)
 
         self._fitted = _Fitted(
             network.device, model, self.precision, network, fitted_head, unadapted, allowed, small, batches.names()
@@ -341,6 +349,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         names = before.group_names + (photographs if groups is None else checked_groups(groups, n))
         check_allowed(labels, allowed)
         output_labels(np.unique(labels), self.unknown_label)  # checked before the network runs
+        priors = checked_priors(self.priors, np.unique(labels), allowed)
 
         old = before.support
         if self.unknown_label is None:
@@ -365,7 +374,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
                 return f"earlier image {index}"
             return f"image {index - earlier}" if batches is None else batches.name(index - earlier)
 
-        fitted_head = self._fit_head(before.head, support, labels, names, copies, name, before)
+        fitted_head = self._fit_head(before.head, support, labels, names, copies, name, before, priors)
         paths = None if batches is None else batches.names()
         if paths is not None or fitted.names is not None:
             paths = [*(fitted.names or [None] * earlier), *(paths or [None] * n)]
@@ -635,18 +644,3 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         self = cls(**state.parameters)
         self._fitted = _Fitted.restored({**vars(state), "device": device_of(state.model), "allowed": None})
         return self
-
-    def _check_settings_are_fitted(self) -> None:
-        """Warn of what was set after ``fit`` and is not in force, before a file is written."""
-        check_is_fitted(self)
-        fitted = {"unknown_label": self.fitted_head_.unknown_label}
-        if self.temperature != "auto":
-            fitted["temperature"] = self.fitted_head_.temperature
-        late = {name: value for name, value in fitted.items() if getattr(self, name) != value}
-        if late:
-            now = ", ".join(f"{name}={getattr(self, name)!r}" for name in late)
-            then = ", ".join(f"{name}={value!r}" for name, value in late.items())
-            warn_caller(
-                f"{now} was set after fit and is not in force: what is written has {then}. Call fit, or partial_fit "
-                "with more images, to apply it"
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.labels import allowed_classes, check_allowed, joined_labels, label_array
+from fewshot_mahalanobis.support_set.priors import checked_priors
 
 
 class _Fitted(NamedTuple):
@@ -53,6 +55,10 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     temperature : float or "auto", default=1.0
         T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits it to training examples that
         are left out one at a time. It is 1 if no class has two examples.
+    priors : array-like of shape (k,) or mapping of label to share, optional
+        Shares of the classes among the queries, by which probabilities and labels follow Bayes' rule; an array is in
+        the order of ``classes_``. By default all are equal, whatever the numbers of training examples: unlike
+        LinearDiscriminantAnalysis, which takes them from those.
     unknown_label : str or number, optional
         Label that ``predict`` gives to a query too far from every class. It must differ from the classes and have their
         type. At least one class needs two examples.
@@ -72,6 +78,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         ``beta``, or what was chosen; None for heads without it.
     temperature_ : float
         ``temperature``, or what "auto" chose.
+    priors_ : ndarray of shape (k,)
+        ``priors``, with sum one.
     threshold_ : float or None
         ``predict`` gives ``unknown_label`` where :meth:`outlier_score` is above it; None without ``unknown_label``.
     fitted_head_ : FittedHead
@@ -99,6 +107,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         task_covariance: bool | None = None,
         scale: float | None = None,
         temperature: float | str = 1.0,
+        priors: Any = None,
         unknown_label: Any = None,
         false_rejection_rate: float = 0.05,
     ) -> None:
@@ -107,6 +116,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         self.task_covariance = task_covariance
         self.scale = scale
         self.temperature = temperature
+        self.priors = priors
         self.unknown_label = unknown_label
         self.false_rejection_rate = false_rejection_rate
 
@@ -137,7 +147,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         """
         columns, features, labels = self._checked(X, y)
         names = checked_groups(groups, len(labels))
-        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names), None)
+        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names, None), None)
         return self
 
     def partial_fit(
@@ -179,7 +189,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             labels = joined_labels(before.support_labels, labels)
             names = before.group_names + names
         check_allowed(labels, allowed)
-        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names, before), allowed)
+        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names, allowed, before), allowed)
         return self
 
     def _checked(
@@ -197,12 +207,17 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         return columns, features, labels
 
     def _fitted_to(
-        self, features: NDArray[np.float64], labels: NDArray[Any], names: list[Any], before: FittedHead | None = None
+        self,
+        features: NDArray[np.float64],
+        labels: NDArray[Any],
+        names: list[Any],
+        allowed: NDArray[Any] | None,
+        before: FittedHead | None = None,
     ) -> FittedHead:
         support = Features(torch.tensor(features, device="cpu"))
-        return self._fit_head(
-            self._head(), support, labels, names, equal_rows(support.adapted), "example {}".format, before
-        )
+        priors = checked_priors(self.priors, np.unique(labels), allowed)
+        copies = equal_rows(support.adapted)
+        return self._fit_head(self._head(), support, labels, names, copies, "example {}".format, before, priors)
 
     def _head(self) -> Head[Any]:
         given = {"beta": self.beta, "task_covariance": self.task_covariance, "scale": self.scale}
@@ -215,6 +230,72 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
         checked = validate_data(self, X, dtype=np.float64, reset=False)
         yield Features(torch.tensor(checked, device="cpu"))
+
+    # ---------------------------------------------------------------- doors to files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fitted classifier to one safetensors file, which loads without pickle.
+
+        It has the training examples and the settings. An existing file is replaced, whole or not at all. ValueError if
+        ``head`` has learned weights or is of a class of your own (pickling keeps any head), OSError if the file cannot
+        be written.
+        """
+        from fewshot_mahalanobis.checkpoints.classifier_file import write_feature_classifier
+
+        write_feature_classifier(*self._state(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> MahalanobisClassifier:
+        """Read a classifier that :meth:`save` wrote.
+
+        Raises
+        ------
+        ValueError
+            The file is of another kind, of a newer version or damaged. FileNotFoundError if it is absent.
+        """
+        from fewshot_mahalanobis.checkpoints.classifier_file import read_feature_classifier
+
+        return cls._of(*read_feature_classifier(path))
+
+    def export_onnx(self, path: str | os.PathLike[str]) -> None:
+        """Write the fitted classifier as one ONNX file, in float32, replacing any file at ``path``.
+
+        The input "features" is float32 (n, d). The outputs are "probabilities" (n, k), "label" (n,), indices into the
+        property "labels", which has the unknown label too, and "outlier_score" (n,). The file's properties describe
+        them; the labels of the columns are "classes", as JSON.
+
+        Raises
+        ------
+        ImportError
+            The packages of the extra ``onnx`` are absent.
+        ValueError
+            The head is of a class of your own without ``export``, or has too many numbers for a file.
+        """
+        from fewshot_mahalanobis.export.graph import write_head_onnx
+
+        write_head_onnx(self._exported(), path)
+
+    def _state(self) -> tuple[dict[str, Any], list[str] | None, FittedHead]:
+        """Constructor arguments, names of the columns, and what was fitted, for a file."""
+        self._check_settings_are_fitted()
+        columns = getattr(self._fitted.columns, "feature_names_in_", None)
+        return self.get_params(deep=False), None if columns is None else columns.tolist(), self.fitted_head_
+
+    def _exported(self) -> FittedHead:
+        """What a graph is made of."""
+        self._check_settings_are_fitted()
+        return self.fitted_head_
+
+    @classmethod
+    def _of(cls, parameters: dict[str, Any], names: list[str] | None, fitted_head: FittedHead) -> MahalanobisClassifier:
+        self, columns = cls(**parameters), BaseEstimator()
+        columns.n_features_in_ = fitted_head.support.adapted.shape[1]
+        if names is not None:
+            columns.feature_names_in_ = np.array(names, dtype=object)
+        self._fitted = _Fitted(columns, fitted_head, None)
+        return self
+
+    # ---------------------------------------------------------------- attributes
 
     @property
     def fitted_head_(self) -> FittedHead:

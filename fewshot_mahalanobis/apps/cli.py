@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import shlex
 import sys
@@ -137,6 +138,12 @@ def fit(
     false_rejection_rate: Annotated[
         float, typer.Option(help="Share of images of known classes that may get --unknown-label by mistake.")
     ] = 0.05,
+    priors: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of the classes among the images to classify: cat=0.9,dog=0.1. By default all are equal."
+        ),
+    ] = None,
     image_folder: ImageFolder = None,
     margin: Margin = 0.0,
     groups: Annotated[
@@ -166,6 +173,7 @@ def fit(
     """
     with clear_errors():
         check_output(output)
+        shares = None if priors is None else _shares(priors)
         if backbone is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --backbone exclude each other: both name the network")
         paths, labels = _labelled_images(support, image_folder, margin)
@@ -182,6 +190,7 @@ def fit(
             image_size=image_size if backbone is None else None,
             value_range=value_range,
             device=device,
+            priors=shares,
             unknown_label=unknown_label,
             false_rejection_rate=false_rejection_rate,
         )
@@ -291,6 +300,18 @@ def _labelled_images(
 def _note(note: str) -> None:
     if note:
         typer.echo(note, err=True)
+
+
+def _shares(priors: str) -> dict[str, float]:
+    """The share of each label in "cat=0.9,dog=0.1". An entry with a comma stands in quotes, as in CSV."""
+    shares = {}
+    for entry in next(csv.reader([priors], skipinitialspace=True), []):
+        label, _, share = entry.rpartition("=")
+        try:
+            shares[label.strip()] = float(share)
+        except ValueError:
+            raise ValueError(f"--priors: {entry!r} is not LABEL=SHARE, such as cat=0.9") from None
+    return shares
 
 
 def _groups(support: Path, images: list[Path | Region], column: str) -> list[str]:

@@ -27,6 +27,7 @@ from fewshot_mahalanobis.checkpoints.folder import CARD, CLASSIFIER
 from fewshot_mahalanobis.checkpoints.hub import hub_name, upload
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.labels import checked_labels
 from fewshot_mahalanobis.support_set.summary import SupportSummary
 
@@ -115,6 +116,7 @@ def model_card(
         "head": head if isinstance(head, str) else repr(head),
         "image size": f"{config['image_size']} x {config['image_size']}",
         "temperature": f"{state.fitted_head.temperature:.3g}",
+        "priors": _listed_priors(state.fitted_head),
         "label of unknown images": "none"
         if unknown is None
         else f"{unknown!r}, at a false rejection rate of {parameters['false_rejection_rate']:g}",
@@ -136,6 +138,12 @@ def model_card(
         accuracy=_accuracy(summary, adapted=state.film is not None),
         settings=_table(("setting", "value"), [(name, _escape(value)) for name, value in settings.items()]),
     )
+
+
+def _listed_priors(fitted: FittedHead) -> str:
+    if fitted.priors is None:
+        return "equal"
+    return ", ".join(f"{label} {share:.3g}" for label, share in zip(fitted.classes, fitted.priors, strict=True))
 
 
 def public_checkpoint(checkpoint: Any) -> str | None:

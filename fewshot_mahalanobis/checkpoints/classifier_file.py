@@ -1,18 +1,19 @@
-"""A fitted classifier <-> one safetensors file.
+"""A fitted classifier, of images or of features <-> one safetensors file.
 
-The file has these tensors:
+The file has these tensors, that of a ``MahalanobisClassifier`` only the last four:
 
 =======================  =====================================================================================
 ``model.<name>``         Weights of the pretrained model, named as in its ``state_dict``
 ``film.<position>.*``    FiLM parameters ``gamma`` and ``beta``, if the network was adapted
-``support_features``     Features of the support images, float32 (n, d)
+``support_features``     Features of the support examples (n, d): float32 of images, float64 as given
 ``unadapted_features``   Features without adaptation, if the outlier score compares them
 ``support_labels``       Their classes, int64 (n,), as indices into the sorted labels
 ``support_groups``       Groups that are left out together, int64 (n,), if there are any
 =======================  =====================================================================================
 
 Weights and FiLM parameters are float16 where that is lossless. The metadata has ``format`` and, as JSON in
-``classifier``, a :class:`Header`: the constructor's arguments, and what :meth:`FittedHead.kept` returns beside tensors.
+``classifier``, a :class:`Header` or :class:`FeatureHeader`: the constructor's arguments, and what
+:meth:`FittedHead.kept` returns beside tensors.
 
 To change the format after 0.1.0, raise ``VERSION`` and read the earlier one too.
 
@@ -25,10 +26,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,7 +43,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
 from fewshot_mahalanobis.checkpoints.restore import fill, model_without_weights, stored_weights
-from fewshot_mahalanobis.heads import describe_head, make_head
+from fewshot_mahalanobis.heads import Head, describe_head, make_head
 from fewshot_mahalanobis.images.ranges import checked_range
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device
 from fewshot_mahalanobis.networks.film import Film
@@ -51,14 +53,16 @@ from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.labels import checked_labels
 
-FORMAT, VERSION = "fewshot_mahalanobis.SimpleCNAPSClassifier", 1
+#: What may be in a file, by the name of its class, and the version of both.
+OF_IMAGES, OF_FEATURES = "SimpleCNAPSClassifier", "MahalanobisClassifier"
+VERSION = 1
 #: Limit on the memory that a file's labels take as an array: a hostile file can claim a dtype of any width.
 MAX_LABEL_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class ClassifierState:
-    """Everything that a fitted classifier consists of, for a file or a pickle.
+    """Everything that a fitted classifier of images consists of, for a file.
 
     Attributes
     ----------
@@ -84,20 +88,36 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     """Base of the records of a header: a missing, unknown or wrongly typed field is an error that names it."""
 
 
-class Parameters(_Record):
-    """Constructor arguments; a head object by its description."""
+class _HeadParameters(_Record):
+    """Constructor arguments of both classifiers; a head object by its description.
+
+    ``priors`` are not among them: those in force are in ``Fitted``.
+    """
 
     head: str | dict[str, Any]
-    adapt: bool
-    precision: str
-    batch_size: int
     temperature: str | float
     unknown_label: str | int | float | None
     false_rejection_rate: float
+
+
+class Parameters(_HeadParameters):
+    """Constructor arguments of the classifier of images."""
+
+    adapt: bool
+    precision: str
+    batch_size: int
     n_jobs: int | None
     verbose: int
     value_range: tuple[float, float] | None
     image_size: int | None
+
+
+class FeatureParameters(_HeadParameters):
+    """Constructor arguments of the classifier of features."""
+
+    beta: float | str | None
+    task_covariance: bool | None
+    scale: float | None
 
 
 class Labels(_Record):
@@ -117,27 +137,42 @@ class Fitted(_Record):
     head: str | dict[str, Any]
     settled: dict[str, Any] | None
     temperature: float
+    priors: list[float] | None
     unknown_label: str | int | float | None
     threshold: float | None
     units: dict[str, tuple[float, float]] | None
     group_names: list[str | int | float | None] | None
 
 
-class Header(_Record):
-    """What a saved classifier has beside tensors.
-
-    ``checkpoint`` is None for a model given as a module. ``parameters`` may have been set after ``fit``; ``precision``
-    and ``fitted`` were not.
-    """
+class _Header(_Record):
+    """What a saved classifier has beside tensors. The parameters of both may have been set after ``fit``."""
 
     version: Annotated[int, msgspec.Meta(ge=1)]
     digest: str
+    labels: Labels
+    fitted: Fitted
+
+
+class Header(_Header):
+    """The same of a classifier of images.
+
+    ``checkpoint`` is None for a model given as a module. ``precision`` is that of ``fit``.
+    """
+
     model: dict[str, Any]
     checkpoint: str | None
     parameters: Parameters
-    labels: Labels
     precision: str
-    fitted: Fitted
+
+
+class FeatureHeader(_Header):
+    """The same of a classifier of features."""
+
+    columns: list[str] | None
+    parameters: FeatureParameters
+
+
+_AnyHeader = TypeVar("_AnyHeader", bound=_Header)
 
 
 # -------------------------------------------------------------------- writing
@@ -153,53 +188,117 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
     OSError
         The file cannot be written.
     """
-    kept = state.fitted_head.kept()
     tensors = {f"model.{name}": tensor for name, tensor in stored_weights(state.model).items()}
     tensors |= {} if state.film is None else state.film.tensors()
     tensors = {name: _smallest_lossless(tensor.detach().cpu()) for name, tensor in tensors.items()}
-    support: Features = kept["support"]
-    tensors["support_features"] = support.adapted.contiguous()
-    tensors["support_labels"] = kept["labels"].contiguous()
-    if support.unadapted is not None:
-        tensors["unadapted_features"] = support.unadapted.contiguous()
-    if kept["groups"] is not None:
-        tensors["support_groups"] = kept["groups"].contiguous()
-    parameters, head, settled = state.parameters, state.fitted_head.head, state.fitted_head.settled
+    tensors |= _support_tensors(state.fitted_head)
+    parameters, head = state.parameters, state.fitted_head.head
     header = Header(
         version=VERSION,
         digest=_digest(tensors),
+        labels=_labels(state.fitted_head),
+        fitted=_fitted(state.fitted_head, state.model.config["head"] if head is state.model.head else None),
         model=state.model.config,
         checkpoint=None if isinstance(parameters["checkpoint"], SimpleCNAPS) else os.fspath(parameters["checkpoint"]),
         parameters=Parameters(
-            head=parameters["head"] if isinstance(parameters["head"], str) else describe_head(parameters["head"]),
+            **_head_parameters(parameters),
             adapt=bool(parameters["adapt"]),
             precision=parameters["precision"],
             batch_size=int(parameters["batch_size"]),
-            temperature=_number_or_auto(parameters["temperature"]),
-            unknown_label=parameters["unknown_label"],
-            false_rejection_rate=float(parameters["false_rejection_rate"]),
             n_jobs=None if parameters["n_jobs"] is None else int(parameters["n_jobs"]),
             verbose=int(parameters["verbose"]),
             value_range=checked_range(parameters["value_range"]),
             image_size=None if parameters["image_size"] is None else int(parameters["image_size"]),
         ),
-        labels=Labels(kept["classes"].dtype.str, kept["classes"].tolist()),
         precision=state.precision,
-        fitted=Fitted(
-            head=state.model.config["head"] if head is state.model.head else describe_head(head),
-            settled=None if settled is head else describe_head(settled),
-            group_names=None if set(kept["group_names"]) == {None} else kept["group_names"],
-            **{name: kept[name] for name in ("temperature", "unknown_label", "threshold", "units")},
+    )
+    check_precision(header.parameters.precision)  # the checks of reading
+    _write(path, OF_IMAGES, header, tensors)
+
+
+def write_feature_classifier(
+    parameters: Mapping[str, Any], columns: list[str] | None, fitted_head: FittedHead, path: str | os.PathLike[str]
+) -> None:
+    """Write a fitted classifier of features to a file, as :func:`write_classifier` does.
+
+    Parameters
+    ----------
+    parameters : mapping
+        Constructor arguments.
+    columns : list of str or None
+        Names of the features, if they have any.
+    fitted_head : FittedHead
+    path : path
+    """
+    tensors = _support_tensors(fitted_head)
+    scale, task_covariance = parameters["scale"], parameters["task_covariance"]
+    header = FeatureHeader(
+        version=VERSION,
+        digest=_digest(tensors),
+        labels=_labels(fitted_head),
+        fitted=_fitted(fitted_head),
+        columns=columns,
+        parameters=FeatureParameters(
+            **_head_parameters(parameters),
+            beta=None if parameters["beta"] is None else _number_or_auto(parameters["beta"]),
+            task_covariance=None if task_covariance is None else bool(task_covariance),
+            scale=None if scale is None else float(scale),
         ),
     )
-    check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)  # the checks of reading
-    check_precision(header.parameters.precision)
-    metadata = {"format": FORMAT, "classifier": json.dumps(msgspec.to_builtins(header))}
+    _write(path, OF_FEATURES, header, tensors)
+
+
+def _support_tensors(fitted_head: FittedHead) -> dict[str, Tensor]:
+    kept = fitted_head.kept()
+    support: Features = kept["support"]
+    tensors = {"support_features": support.adapted, "support_labels": kept["labels"]}
+    if support.unadapted is not None:
+        tensors["unadapted_features"] = support.unadapted
+    if kept["groups"] is not None:
+        tensors["support_groups"] = kept["groups"]
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _labels(fitted_head: FittedHead) -> Labels:
+    return Labels(fitted_head.classes.dtype.str, fitted_head.classes.tolist())
+
+
+def _fitted(fitted_head: FittedHead, name: str | None = None) -> Fitted:
+    """What was fitted, beside tensors; ``name`` is that of the head if it is the model's own."""
+    kept, head, settled = fitted_head.kept(), fitted_head.head, fitted_head.settled
+    return Fitted(
+        head=describe_head(head) if name is None else name,
+        settled=None if settled is head else describe_head(settled),
+        priors=None if fitted_head.priors is None else fitted_head.priors.tolist(),
+        group_names=None if set(kept["group_names"]) == {None} else kept["group_names"],
+        **{name: kept[name] for name in ("temperature", "unknown_label", "threshold", "units")},
+    )
+
+
+def _head_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    head = parameters["head"]
+    checked = {
+        "head": head if isinstance(head, str) else describe_head(head),
+        "temperature": _number_or_auto(parameters["temperature"]),
+        "unknown_label": parameters["unknown_label"],
+        "false_rejection_rate": float(parameters["false_rejection_rate"]),
+    }
+    check_settings(checked["temperature"], checked["false_rejection_rate"])  # the checks of reading
+    return checked
+
+
+def _write(path: str | os.PathLike[str], kind: str, header: _Header, tensors: dict[str, Tensor]) -> None:
+    """Write a file, which appears whole or not at all."""
+    metadata = {"format": _format(kind), "classifier": json.dumps(msgspec.to_builtins(header))}
     with atomic_replace(path) as temporary:
         try:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:  # raised by the library on a full disk
             raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def _format(kind: str) -> str:
+    return f"fewshot_mahalanobis.{kind}"
 
 
 def _number_or_auto(value: Any) -> float | str:
@@ -251,40 +350,90 @@ def read_classifier(
         The network comes from timm, and timm is absent.
     """
     path = Path(path)
-    if not readable_file(path):
-        raise FileNotFoundError(f"no saved classifier at {path}")
+    header, shapes = _header_and_shapes(path, OF_IMAGES, Header)
     target = choose_device(device)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata, names = file.metadata() or {}, set(file.keys())
-            shots = file.get_slice("support_labels").get_shape() if "support_labels" in names else [0]
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or is damaged or cut short: {error}") from error
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is a safetensors file, but not one that SimpleCNAPSClassifier.save wrote")
-    header = _read_header(path, metadata.get("classifier", ""))
     model = model_without_weights(header.model, str(path), backbone)
-    try:
+    with _named(path):
         with torch.device("meta"):  # expected tensors take no memory
-            adapted = any(name.startswith("film.") for name in names)
+            n = (shapes.get("support_labels") or [0])[0]
+            features = torch.empty(n, model.feature_extractor.out_features, dtype=torch.float32)
+            adapted = any(name.startswith("film.") for name in shapes)
             expected = {f"model.{name}": tensor for name, tensor in stored_weights(model).items()}
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
-            expected["support_features"] = torch.empty(*shots[:1], model.feature_extractor.out_features)
-            expected["support_labels"] = torch.empty(*shots[:1], dtype=torch.int64)
-            if "support_groups" in names:
-                expected["support_groups"] = expected["support_labels"]
-            if "unadapted_features" in names:
-                expected["unadapted_features"] = expected["support_features"]
-        tensors = read_tensors(path, expected)
-        if header.digest != _digest(tensors):
-            raise ValueError("its contents do not match their digest")
-        check_finite(path, tensors)
-        return _state(model, header, tensors, device, target)
+            expected |= _expected_support(features, shapes)
+        tensors = _read_tensors(path, header, expected)
+        weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        model = fill(model, weights).to(target)
+        check_precision(header.parameters.precision)
+        check_precision(header.precision)
+        checked_range(header.parameters.value_range)
+        head = make_head(header.fitted.head, model.config, model.head)
+        fitted_head = _fitted_head(header, tensors, head, target)
+        parameters = _parameters(header.parameters, fitted_head)
+        parameters |= {"checkpoint": model if header.checkpoint is None else header.checkpoint, "device": device}
+        film = Film.from_tensors(tensors).to(target) or None
+        return ClassifierState(parameters, model, film, header.precision, fitted_head)
+
+
+def read_feature_classifier(
+    path: str | os.PathLike[str],
+) -> tuple[dict[str, Any], list[str] | None, FittedHead]:
+    """Read what :func:`write_feature_classifier` was given, with the errors of :func:`read_classifier`."""
+    path = Path(path)
+    header, shapes = _header_and_shapes(path, OF_FEATURES, FeatureHeader)
+    with _named(path):
+        shape = (shapes.get("support_labels") or [0])[0], (shapes.get("support_features") or [0])[-1]
+        features = torch.empty(shape, dtype=torch.float64, device="meta")
+        tensors = _read_tensors(path, header, _expected_support(features, shapes))
+        if header.columns is not None and len(header.columns) != shape[1]:
+            raise ValueError(f"{len(header.columns)} names of {shape[1]} features")
+        fitted_head = _fitted_head(header, tensors, make_head(header.fitted.head), torch.device("cpu"))
+        return _parameters(header.parameters, fitted_head), header.columns, fitted_head
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in what goes wrong with its contents."""
+    try:
+        yield
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{path} is incomplete, damaged or does not fit together: {error}") from error
 
 
-def _read_header(path: Path, text: str) -> Header:
+def _header_and_shapes(path: Path, kind: str, header_type: type[_AnyHeader]) -> tuple[_AnyHeader, dict[str, list[int]]]:
+    """The header of a file of this kind, and the shape of the support tensors that it claims to have."""
+    if not readable_file(path):
+        raise FileNotFoundError(f"no saved classifier at {path}")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or is damaged or cut short: {error}") from error
+    if metadata.get("format") != _format(kind):
+        written = metadata.get("format", "").removeprefix(_format(""))
+        other = f": {written}.load reads it" if written in (OF_IMAGES, OF_FEATURES) else ""
+        raise ValueError(f"{path} is a safetensors file, but not one that {kind}.save wrote{other}")
+    return _read_header(path, metadata.get("classifier", ""), header_type), shapes
+
+
+def _expected_support(features: Tensor, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a support set, without memory, of such features (n, d)."""
+    labels = torch.empty(len(features), dtype=torch.int64, device="meta")
+    optional = {"support_groups": labels, "unadapted_features": features}
+    expected = {"support_features": features, "support_labels": labels}
+    return expected | {name: tensor for name, tensor in optional.items() if name in shapes}
+
+
+def _read_tensors(path: Path, header: _Header, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors = read_tensors(path, expected)
+    if header.digest != _digest(tensors):
+        raise ValueError("its contents do not match their digest")
+    check_finite(path, tensors)
+    return tensors
+
+
+def _read_header(path: Path, text: str, header_type: type[_AnyHeader]) -> _AnyHeader:
     try:
         # The standard library reads what it wrote: NaN, and file names that are not valid Unicode.
         values = json.loads(text)
@@ -297,24 +446,22 @@ def _read_header(path: Path, text: str) -> Header:
             "upgrade fewshot_mahalanobis"
         )
     try:
-        return msgspec.convert(values, Header)
+        return msgspec.convert(values, header_type)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path} is incomplete or damaged, its header is wrong: {error}") from error
 
 
-def _state(
-    model: SimpleCNAPS, header: Header, tensors: Mapping[str, Tensor], device: str | torch.device, target: torch.device
-) -> ClassifierState:
-    weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    model = fill(model, weights).to(target)
-    parameters, fitted = msgspec.structs.asdict(header.parameters), header.fitted
-    check_settings(header.parameters.temperature, header.parameters.false_rejection_rate)
-    check_precision(header.parameters.precision)
-    check_precision(header.precision)
-    checked_range(header.parameters.value_range)
-    if isinstance(header.parameters.head, dict):
-        parameters["head"] = make_head(header.parameters.head)
-    parameters |= {"checkpoint": model if header.checkpoint is None else header.checkpoint, "device": device}
+def _parameters(record: _HeadParameters, fitted_head: FittedHead) -> dict[str, Any]:
+    """Constructor arguments; ``priors`` as they are in force, in the order of the classes."""
+    check_settings(record.temperature, record.false_rejection_rate)
+    parameters = msgspec.structs.asdict(record)
+    if isinstance(record.head, dict):
+        parameters["head"] = make_head(record.head)
+    return {**parameters, "priors": None if fitted_head.priors is None else fitted_head.priors.tolist()}
+
+
+def _fitted_head(header: _Header, tensors: Mapping[str, Tensor], head: Head[Any], target: torch.device) -> FittedHead:
+    fitted = header.fitted
     labels, classes = tensors["support_labels"], _classes(header.labels)
     if labels.numel() == 0 or int(labels.min()) < 0 or int(labels.max()) + 1 != len(classes):
         raise ValueError(f"{len(classes)} labels for the classes of {labels.numel()} support images")
@@ -329,13 +476,13 @@ def _state(
     groups = tensors.get("support_groups")
     if len(group_names) != len(labels):
         raise ValueError(f"{len(group_names)} names of groups of {len(labels)} support images")
-    head = make_head(fitted.head, model.config, model.head).to(target)
+    head = head.to(target)
     support = Features(tensors["support_features"], tensors.get("unadapted_features")).to(target)
     if fitted.settled is None:
         settled = head.settled(support.adapted, labels.to(target), None if groups is None else groups.to(target))
     else:
         settled = make_head(fitted.settled).to(target)
-    fitted_head = FittedHead.from_kept(
+    return FittedHead.from_kept(
         {
             "head": head,
             "settled": settled,
@@ -343,6 +490,7 @@ def _state(
             "labels": labels.to(target),
             "classes": classes,
             "temperature": fitted.temperature,
+            "priors": None if fitted.priors is None else np.array(fitted.priors),
             "unknown_label": fitted.unknown_label,
             "threshold": fitted.threshold,
             "units": fitted.units,
@@ -350,8 +498,6 @@ def _state(
             "group_names": group_names,
         }
     )
-    film = Film.from_tensors(tensors).to(target) or None
-    return ClassifierState(parameters, model, film, header.precision, fitted_head)
 
 
 def _classes(labels: Labels) -> NDArray[Any]:

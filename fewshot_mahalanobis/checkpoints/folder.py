@@ -40,8 +40,9 @@ MAX_CONFIG_BYTES = 2**16
 _STORAGE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Added to the name of a weight in int8: what each of its output channels is multiplied by.
 _SCALE = ".scale"
-#: Integers are stored in their own type.
-_WHOLE = {
+#: Integers are stored in their own type, and so is what has to be float64.
+_ITSELF = {
+    torch.float64: "F64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -285,7 +286,8 @@ def _per_channel(scale: Tensor, weight: Tensor) -> Tensor:
 def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file: exactly those ``expected``, of these shapes, in a type that fits.
 
-    Floating-point tensors keep their stored type: float32, float16 or bfloat16; those in int8 become float32.
+    Floating-point tensors keep their stored type: float32, float16, bfloat16, or float64 where that is expected; those
+    in int8 become float32.
     CheckpointError on anything else; the header is checked before any tensor is read.
     """
     remedy = "Save or download it again"
@@ -314,7 +316,7 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
                     raise CheckpointError(
                         f"{path}: tensor {name!r} has shape {shape}, not {tuple(tensor.shape)}. {remedy}"
                     )
-                fits = _STORAGE if tensor.is_floating_point() else (_WHOLE.get(tensor.dtype),)
+                fits = {*(_STORAGE if tensor.is_floating_point() else ()), _ITSELF.get(tensor.dtype)}
                 if stored not in fits and name not in quantised:
                     raise CheckpointError(f"{path}: tensor {name!r} has type {stored}, which does not fit. {remedy}")
             # Copies: the library's tensors may be views of the file, which can change or vanish under them.

@@ -23,6 +23,10 @@ from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedTask
 from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+
+#: Names of the outputs of a graph that decides on labels.
+_ANSWERS = ["probabilities", "label", "outlier_score"]
 
 
 def write_onnx(
@@ -42,12 +46,20 @@ def write_onnx(
     ImportError if onnx or onnxscript is absent; ValueError if the head or the backbone has no form as a graph, or the
     head's matrices are too large for a file.
     """
+    _write_onnx(_graph_of(model, task, pixels, distances), path, float16=float16)
+
+
+def write_head_onnx(fitted_head: FittedHead, path: str | os.PathLike[str]) -> None:
+    """Write a fitted head alone as an ONNX file, features (n, d) to answers, with the errors of :func:`write_onnx`."""
+    _write_onnx(_graph_of_head(fitted_head), path)
+
+
+def _write_onnx(graph: _Graph, path: str | os.PathLike[str], *, float16: bool = False) -> None:
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch's exporter imports it)
     except ImportError as error:
         raise ImportError(f"the ONNX export needs more packages: {install_command('onnx')}") from error
-    graph = _graph_of(model, task, pixels, distances)
     try:
         program = torch.onnx.export(
             graph.module,
@@ -117,7 +129,8 @@ def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool, distances: bo
     if not pixels:
         properties |= {
             "input": f"images (n, 3, {size}, {size}), RGB, float32: value / 127.5 - 1",
-            "output": "logits (n, k), a column for each entry of 'classes'; their softmax gives probabilities",
+            "output": "logits (n, k), a column for each entry of 'classes'; the softmax of logits / "
+            f"{fitted.temperature:g} gives probabilities",
         }
         example = torch.zeros(2, 3, size, size)
         shape = {0: torch.export.Dim("n")}
@@ -127,16 +140,45 @@ def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool, distances: bo
         "states (EXIF) is applied before",
         "output": "probabilities (k,) of 'classes'; label, the index into 'labels'; outlier_score, above 'threshold' "
         "for a picture of no class",
-        "labels": json.dumps(fitted.output_labels.tolist()),
-        "threshold": json.dumps(None if fitted.outliers is None else fitted.outliers.threshold),
         "image_size": json.dumps(size),
-        "version": __version__,
+        **_answer_properties(fitted),
     }
     example = torch.zeros(2 * size + 1, 2 * size + 3, 4, dtype=torch.uint8)
     sides = {0: torch.export.Dim("h", min=2), 1: torch.export.Dim("w", min=2), 2: torch.export.Dim("c", min=3, max=4)}
-    outputs = ["probabilities", "label", "outlier_score"]
     answers = _Answers(model, task, distances).cpu().eval()
-    return _Graph(answers, example, sides, "pixels", outputs + ["distances"] * distances, properties)
+    return _Graph(answers, example, sides, "pixels", _ANSWERS + ["distances"] * distances, properties)
+
+
+def _graph_of_head(fitted: FittedHead) -> _Graph:
+    properties = {
+        "input": f"features (n, {fitted.support.adapted.shape[1]}), float32",
+        "output": "probabilities (n, k), a column for each entry of 'classes'; label (n,), indices into 'labels'; "
+        "outlier_score (n,), above 'threshold' for features of no class",
+        **_answer_properties(fitted),
+    }
+    example, shape = fitted.support.adapted[:1].float().repeat(2, 1).cpu(), {0: torch.export.Dim("n")}
+    return _Graph(_HeadAnswers(fitted).cpu().eval(), example, shape, "features", _ANSWERS, properties)
+
+
+def _answer_properties(fitted: FittedHead) -> dict[str, str]:
+    return {
+        "classes": json.dumps(fitted.classes.tolist()),
+        "labels": json.dumps(fitted.output_labels.tolist()),
+        "threshold": json.dumps(None if fitted.outliers is None else fitted.outliers.threshold),
+        "version": __version__,
+    }
+
+
+class _HeadAnswers(nn.Module):
+    """Features (n, d) -> probabilities (n, k), indices of labels (n,), outlier scores (n,)."""
+
+    def __init__(self, fitted: FittedHead) -> None:
+        super().__init__()
+        self.fitted_head = fitted.export()
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        answers: tuple[Tensor, Tensor, Tensor] = self.fitted_head(Features(features))
+        return answers
 
 
 class _Logits(nn.Module):
@@ -145,10 +187,10 @@ class _Logits(nn.Module):
     def __init__(self, model: SimpleCNAPS, task: AdaptedTask) -> None:
         super().__init__()
         self.network = _AdaptedNetwork(model, task)
-        self.head = _exported_head(task)
+        self.fitted_head = task.fitted_head.export()
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.network(images).adapted)
+        return self.fitted_head.with_priors(self.fitted_head.head(self.network(images).adapted))
 
 
 class _Answers(nn.Module):
@@ -162,22 +204,14 @@ class _Answers(nn.Module):
         self.square = PixelsToSquare(model.image_size)
         both = task.unadapted is not None and fitted.outliers is not None
         self.network = _BothNetworks(model, task) if both else _AdaptedNetwork(model, task)
-        self.head = _exported_head(task)
-        self.temperature = fitted.temperature
-        self.outliers = None if fitted.outliers is None else fitted.outliers.export()
+        self.fitted_head = fitted.export()
         self.register_buffer("support", fitted.support.adapted.float() if distances else None)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
         features = self.network(self.square(pixels))
-        logits = self.head(features.adapted)
-        probabilities, label = torch.softmax(logits / self.temperature, dim=1)[0], logits.argmax(dim=1)
-        if self.outliers is None:
-            score = -logits.amax(dim=1)
-        else:
-            score = self.outliers(logits, features)
-            label = torch.where(score > self.outliers.threshold, logits.shape[1], label)
+        probabilities, label, score = self.fitted_head(features)
         distances = () if self.support is None else (torch.linalg.vector_norm(self.support - features.adapted, dim=1),)
-        return probabilities, label[0], score[0], *distances
+        return probabilities[0], label[0], score[0], *distances
 
 
 class _AdaptedNetwork(nn.Module):
@@ -205,8 +239,3 @@ class _BothNetworks(nn.Module):
 
     def forward(self, images: Tensor) -> Features:
         return Features(self.network(images, self.film), self.network(images))
-
-
-def _exported_head(task: AdaptedTask) -> nn.Module:
-    with torch.no_grad():
-        return task.fitted_head.settled.export(task.fitted_head.state)

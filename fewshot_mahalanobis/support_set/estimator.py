@@ -23,8 +23,10 @@ from fewshot_mahalanobis.support_set.copies import copies_found, warn_of_contrad
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
 from fewshot_mahalanobis.support_set.labels import label_array
+from fewshot_mahalanobis.support_set.priors import checked_priors
 from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
 from fewshot_mahalanobis.support_set.unknown import Similarity
+from fewshot_mahalanobis.support_set.warn import warn_caller
 
 
 class FittedHeadMixin(ClassifierMixin):
@@ -38,7 +40,9 @@ class FittedHeadMixin(ClassifierMixin):
     _noun: ClassVar[str] = "example"
     #: Terms of the outlier score beside the head's.
     _similarities: ClassVar[tuple[Similarity, ...]] = ()
+    _fitted: Any
     temperature: float | str
+    priors: Any
     unknown_label: Any
     false_rejection_rate: float
 
@@ -85,18 +89,21 @@ class FittedHeadMixin(ClassifierMixin):
             yield features, self.fitted_head_.predict(features, transductive=transductive)
 
     def predict_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
-        """Probabilities (m, k) of the known classes: the softmax of the logits over T (equation 1 for T = 1)."""
+        """Probabilities (m, k) of the known classes: the softmax of the logits over T (equation 1 for T = 1).
+
+        With ``priors`` they are those of equal priors, times the priors, divided by their sum: Bayes' rule.
+        """
         return np.exp(self.predict_log_proba(X, transductive=transductive))
 
     def predict_log_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
-        """Logarithms (m, k) of :meth:`predict_proba`, finite where a probability underflows."""
+        """Logarithms (m, k) of :meth:`predict_proba`, finite where a probability underflows, not where a prior is 0."""
         logits = self._logits(X, "predict_proba", transductive)
         return self.fitted_head_.log_probabilities(logits).numpy()
 
     def decision_function(self, X: Any) -> NDArray[np.floating]:
         """Logits, shape (m, k). With two classes, the log-odds of ``classes_[1]``, shape (m,).
 
-        The logits of ``head="mahalanobis"`` are -s (x - mu_k)^T Q_k^-1 (x - mu_k).
+        The logits of ``head="mahalanobis"`` are -s (x - mu_k)^T Q_k^-1 (x - mu_k), plus T log pi_k with ``priors`` pi.
         """
         logits = self._logits(X, "decision_function")
         return (logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits).numpy()
@@ -106,7 +113,7 @@ class FittedHeadMixin(ClassifierMixin):
 
         For images with ``unknown_label`` it is a sum of terms in standard deviations of left-out support images: see
         the page "Unknown classes". Otherwise it is minus the largest logit; for ``head="mahalanobis"`` that is s times
-        the squared distance to the nearest class mean.
+        the squared distance to the nearest class mean. ``priors`` change nothing of it.
         """
         check_is_fitted(self)
         batches = self._query_features(X, "outlier_score", for_outliers=True)
@@ -171,6 +178,7 @@ class FittedHeadMixin(ClassifierMixin):
         copies: NDArray[np.int64],
         name: Callable[[int], str],
         before: FittedHead | None = None,
+        priors: NDArray[Any] | None = None,
     ) -> FittedHead:
         """Fit a head to a support set, and warn of copies, called by ``name``, that were not in it ``before``."""
         classes, codes = np.unique(labels, return_inverse=True)
@@ -180,6 +188,7 @@ class FittedHeadMixin(ClassifierMixin):
             torch.from_numpy(codes),
             classes,
             temperature=self.temperature,
+            priors=priors,
             unknown_label=self.unknown_label,
             false_rejection_rate=self.false_rejection_rate,
             similarities=self._similarities,
@@ -190,6 +199,31 @@ class FittedHeadMixin(ClassifierMixin):
         warn_of_copies(fitted.groups, group_names, known)
         warn_of_contradictions(copies, labels, name, n)
         return fitted
+
+    def _check_settings_are_fitted(self) -> None:
+        """Warn of what was set after ``fit`` and is not in force, before a file is written."""
+        check_is_fitted(self)
+        head = self.fitted_head_
+        late = {"unknown_label": head.unknown_label} if self.unknown_label != head.unknown_label else {}
+        if self.temperature not in ("auto", head.temperature):
+            late["temperature"] = head.temperature
+        if not self._priors_are_fitted():
+            late["priors"] = None if head.priors is None else head.priors.tolist()
+        if late:
+            now = ", ".join(f"{name}={getattr(self, name)!r}" for name in late)
+            then = ", ".join(f"{name}={value!r}" for name, value in late.items())
+            warn_caller(
+                f"{now} was set after fit and is not in force: what is written has {then}. Call fit, or partial_fit "
+                f"with more {self._noun}s, to apply it"
+            )
+
+    def _priors_are_fitted(self) -> bool:
+        fitted = self.fitted_head_.priors
+        try:
+            priors = checked_priors(self.priors, self.classes_, self._fitted.allowed, warn=False)
+        except ValueError:
+            return False
+        return priors is fitted or (priors is not None and fitted is not None and np.allclose(priors, fitted))
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_fitted")
@@ -210,6 +244,12 @@ class FittedHeadMixin(ClassifierMixin):
     def temperature_(self) -> float:
         """``temperature``, or what "auto" chose."""
         return self.fitted_head_.temperature
+
+    @property
+    def priors_(self) -> NDArray[np.float64]:
+        """Shares of the classes among the queries, shape (k,), with sum one."""
+        priors, k = self.fitted_head_.priors, len(self.classes_)
+        return np.full(k, 1 / k) if priors is None else priors.copy()
 
     @property
     def threshold_(self) -> float | None:

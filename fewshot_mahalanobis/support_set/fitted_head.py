@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.calibration import calibrate
 from fewshot_mahalanobis.support_set.copies import joined, within_classes
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import warn_of_similar_labels
+from fewshot_mahalanobis.support_set.priors import checked_priors
 from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, OutlierScore, Similarity, output_labels
 
 
@@ -40,6 +41,8 @@ class FittedHead:
         The labels of the classes, sorted.
     temperature : float
         T > 0: probabilities are softmax(logits / T).
+    priors : float64 ndarray of shape (k,) or None
+        Shares of the classes among the queries, with sum one; None for equal ones.
     unknown_label : str, int, float or None
         Label of queries whose outlier score exceeds the threshold; None if no query is rejected.
     outliers : OutlierScore or None
@@ -58,6 +61,7 @@ class FittedHead:
     labels: Tensor
     classes: NDArray[Any]
     temperature: float
+    priors: NDArray[Any] | None
     unknown_label: Any
     outliers: OutlierScore | None
     groups: Tensor | None
@@ -66,6 +70,7 @@ class FittedHead:
 
     def __post_init__(self) -> None:
         output_labels(self.classes, self.unknown_label)  # checked before it is used
+        checked_priors(self.priors, self.classes)
         with torch.no_grad():
             self.state = self.settled.fit_groups(self.support.adapted, self.labels, self.groups)
 
@@ -78,6 +83,7 @@ class FittedHead:
         classes: NDArray[Any] | None = None,
         *,
         temperature: float | str = 1.0,
+        priors: NDArray[Any] | None = None,
         unknown_label: Any = None,
         false_rejection_rate: float = 0.05,
         similarities: Sequence[Similarity] = SIMILARITIES,
@@ -97,6 +103,8 @@ class FittedHead:
             Labels of the classes, sorted; by default their indices.
         temperature : float or "auto"
             "auto" chooses T on left-out support examples.
+        priors : float64 ndarray of shape (k,), optional
+            As :func:`checked_priors` returns them.
         unknown_label : str, int or float, optional
             With it queries can be rejected, at a threshold from left-out support examples.
         false_rejection_rate : float
@@ -139,6 +147,7 @@ class FittedHead:
             labels=labels,
             classes=classes,
             temperature=chosen_temperature,
+            priors=priors,
             unknown_label=unknown_label,
             outliers=outliers,
             groups=groups,
@@ -162,43 +171,62 @@ class FittedHead:
         """Every label that :meth:`predict` can name by its index: the classes, then the unknown label."""
         return output_labels(self.classes, self.unknown_label)
 
-    @torch.no_grad()
     def logits(self, features: Tensor) -> Tensor:
         """Logits (m, k) of queries' adapted features (m, d)."""
+        return self.with_priors(self._similarities(features))
+
+    @torch.no_grad()
+    def _similarities(self, features: Tensor) -> Tensor:
+        """Logits (m, k) of equal priors: what the head says."""
         return self.settled.logits(self.state, features.to(self.support.adapted.device))
 
     def transductive_logits(self, features: Tensor) -> Tensor:
         """Logits (m, k) of all queries of a task, adapted features (m, d), by classes that the queries refine."""
         queries = features.to(self.support.adapted.device)
-        return self.settled.transductive_logits(
+        refined = self.settled.transductive_logits(
             self.state, self.support.adapted, self.labels, queries, self.temperature
         )
+        return self.with_priors(refined)
+
+    def with_priors(self, logits: Tensor) -> Tensor:
+        """Logits (m, k) of equal priors, plus T log pi_k: their softmax over T is Bayes' rule."""
+        shift = self.log_priors()
+        return logits if shift is None else logits + self.temperature * shift.to(logits.device)
+
+    def log_priors(self) -> Tensor | None:
+        """Log pi_k of each class (k,), float64, minus infinity for a share of 0; None for equal priors."""
+        return None if self.priors is None else torch.from_numpy(self.priors).log()
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """Logarithms (m, k) of the probabilities of logits (m, k), float64: equation 1 at the temperature."""
+        """Logarithms (m, k) of the probabilities of :meth:`logits` (m, k), float64: equation 1 at the temperature."""
         return torch.log_softmax(logits.double() / self.temperature, dim=1)
 
-    def outlier_score(self, features: Features, logits: Tensor | None = None) -> Tensor:
-        """Outlier score (m,) of m queries, float64; ``logits`` (m, k) saves computing them.
+    def outlier_score(self, features: Features) -> Tensor:
+        """Outlier score (m,) of m queries, float64. It does not depend on priors.
 
-        Without a fitted score it is minus the largest logit.
+        Without a fitted score it is minus the largest logit of equal priors.
         """
-        logits = self.logits(features.adapted) if logits is None else logits
-        return OutlierScore.of_head(logits) if self.outliers is None else self.outliers(logits, features)
+        return self._outlier_score(features, self._similarities(features.adapted))
+
+    def _outlier_score(self, features: Features, similarities: Tensor) -> Tensor:
+        return OutlierScore.of_head(similarities) if self.outliers is None else self.outliers(similarities, features)
 
     def predict(self, features: Features, *, transductive: bool = False) -> Decisions:
         """Classify m queries: logits, outlier scores and the index of each query's label in ``output_labels``.
 
         With ``transductive`` the m queries refine the classes first; their outlier scores do not depend on that.
         """
-        logits = self.logits(features.adapted)
-        scores = self.outlier_score(features, logits)
-        if transductive:
-            logits = self.transductive_logits(features.adapted)
+        similarities = self._similarities(features.adapted)
+        scores = self._outlier_score(features, similarities)
+        logits = self.transductive_logits(features.adapted) if transductive else self.with_priors(similarities)
         indices = logits.argmax(dim=1)
         if self.outliers is not None:
             indices = indices.masked_fill(scores > self.outliers.threshold, logits.shape[1])
         return Decisions(indices, logits, scores)
+
+    def export(self) -> ExportedDecisions:
+        """Return the fitted head as a module, in float32, for ONNX and torch.export. ValueError as ``Head.export``."""
+        return ExportedDecisions(self)
 
     # ---------------------------------------------------------------- keeping
 
@@ -212,6 +240,7 @@ class FittedHead:
             "labels": on_cpu.labels,
             "classes": on_cpu.classes,
             "temperature": on_cpu.temperature,
+            "priors": on_cpu.priors,
             "unknown_label": on_cpu.unknown_label,
             "threshold": None if on_cpu.outliers is None else on_cpu.outliers.threshold,
             "units": None if on_cpu.outliers is None else on_cpu.outliers.units,
@@ -253,3 +282,32 @@ class Decisions(NamedTuple):
     indices: Tensor  # int64 (m,), into ``output_labels``
     logits: Tensor  # (m, k)
     outlier_scores: Tensor  # float64 (m,)
+
+
+class ExportedDecisions(nn.Module):
+    """:meth:`FittedHead.predict` without checks, in float32: features -> probabilities, indices of labels, scores."""
+
+    shift: Tensor | None
+
+    def __init__(self, fitted: FittedHead) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.head = fitted.settled.export(fitted.state)
+        log_priors = fitted.log_priors()
+        self.register_buffer("shift", None if log_priors is None else (fitted.temperature * log_priors).float())
+        self.temperature = fitted.temperature
+        self.outliers = None if fitted.outliers is None else fitted.outliers.export()
+
+    def with_priors(self, logits: Tensor) -> Tensor:
+        """Logits (m, k) of the head, plus what priors add."""
+        return logits if self.shift is None else logits + self.shift
+
+    def forward(self, features: Features) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities (m, k), indices (m,) into ``output_labels`` and outlier scores (m,) of m queries."""
+        similarities = self.head(features.adapted)
+        logits = self.with_priors(similarities)
+        probabilities, indices = torch.softmax(logits / self.temperature, dim=1), logits.argmax(dim=1)
+        if self.outliers is None:
+            return probabilities, indices, -similarities.amax(dim=1)
+        scores = self.outliers(similarities, features)
+        return probabilities, torch.where(scores > self.outliers.threshold, logits.shape[1], indices), scores

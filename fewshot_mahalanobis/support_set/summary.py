@@ -103,6 +103,8 @@ class SupportSummary:
         Accuracy with fewer examples a class, and what more would bring; None if no class has two.
     noun : str
         What the text calls an example: "image" where they are images.
+    priors : dict of label to float, optional
+        Shares of the classes among the queries, if ``fit`` was given any. Nothing else here depends on them.
     names : sequence of n, optional
         Paths of the support images, where they are known. Summaries that differ in them alone are equal.
     """
@@ -115,6 +117,7 @@ class SupportSummary:
     groups: list[list[int]] = field(default_factory=list)
     curve: LearningCurve | None = None
     noun: str = "example"
+    priors: dict[Any, float] | None = None
     names: Sequence[str | None] | None = field(default=None, compare=False)
 
     @property
@@ -145,6 +148,9 @@ class SupportSummary:
         fewest, most = min(self.counts, key=self.counts.__getitem__), max(self.counts, key=self.counts.__getitem__)
         if self.counts[most] >= MAX_IMBALANCE * self.counts[fewest]:
             lines.append(f"Very different sizes: {fewest!r} has {self.counts[fewest]}, {most!r} {self.counts[most]}.")
+        if self.priors is not None:
+            lines.append("Priors, which labels and probabilities of queries follow, and nothing below:")
+            lines += [f"  {label}: {share:.3g}" for label, share in self.priors.items()]
         if self.copies:
             lines.append(
                 f"Copies: {self.copies} of {total} {self.noun}s are copies of others or of one group with them; in "
@@ -217,6 +223,7 @@ def summarise(fitted: FittedHead, noun: str = "example") -> SupportSummary:
         groups_of_several(fitted.groups),
         learning_curve(fitted, logits, noun),
         noun,
+        None if fitted.priors is None else dict(zip(names, fitted.priors.tolist(), strict=True)),
     )
 
 
@@ -304,7 +311,7 @@ def support_influence(fitted: FittedHead, query_features: Tensor) -> Tensor:
             continue
         kept = features[rest], labels[rest]
         state = fitted.head.fit_groups(*kept, None if fitted.groups is None else groups[rest])
-        logits = fitted.head.logits(state, query_features.to(features.device))
+        logits = fitted.with_priors(fitted.head.logits(state, query_features.to(features.device)))
         of_group = (log_p - logits.double().log_softmax(1)).gather(1, predicted)
         influence[:, ~rest] = of_group.expand(-1, int((~rest).sum()))
     return influence

@@ -442,3 +442,34 @@ def test_a_picture_in_two_classes_is_named_by_its_files(checkpoint, photos, tmp_
     assert "in different classes" in said
     assert str(picture) in said
     assert str(second / "again.png") in said
+
+
+def test_shares_of_the_classes_are_priors_of_the_saved_classifier(checkpoint, photos, tmp_path):
+    model = tmp_path / "model.safetensors"
+    fit = ("fit", photos, "-o", model, "--checkpoint", checkpoint, "--device", "cpu")
+    run(*fit, "--priors", "red=0.7, blue=0.1,green=0.2")
+    assert SimpleCNAPSClassifier.load(model).priors_.tolist() == [0.1, 0.2, 0.7]
+    run(*fit, "--priors", "red=1,blue=0,green=0")
+    labels = {row["label"] for row in csv.DictReader(io.StringIO(run("predict", model, photos)))}
+    assert labels == {"red"}
+    for wrong, message in (
+        ("red=0.5,blue=half,green=0", "'blue=half' is not LABEL=SHARE"),
+        ("red", "'red' is not LABEL=SHARE"),
+        ("red=0.5,blue=0.5", "the class 'green' has no share"),
+        ("red=0.5,blue=0.3,green=0.1,gold=0.1", "'gold' is none of the classes"),
+        ("red=1.5,blue=-0.5,green=0", "the share of 'blue' is -0.5"),
+    ):
+        assert message in run(*fit, "--priors", wrong, status=1)
+
+
+def test_a_label_with_a_comma_has_its_share_in_quotes(checkpoint, photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos" / "green").rename(tmp_path / "photos" / "green, a=b")
+    model, priors = tmp_path / "model.safetensors", 'red=0.5,"green, a=b=0.2",blue=0.3'
+    run("fit", tmp_path / "photos", "-o", model, "--checkpoint", checkpoint, "--priors", priors)
+    classifier = SimpleCNAPSClassifier.load(model)
+    assert dict(zip(classifier.classes_, classifier.priors_, strict=True)) == {
+        "blue": 0.3,
+        "green, a=b": 0.2,
+        "red": 0.5,
+    }

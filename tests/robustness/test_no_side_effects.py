@@ -265,6 +265,17 @@ def drawn(world: World, folder: Path) -> Any:
     return folder / "task.png", [ellipse.get_path().vertices for ellipse in axes.patches]
 
 
+def saved_vectors(world: World, folder: Path) -> Any:
+    world.vectors.save(folder / "vectors")
+    loaded = MahalanobisClassifier.load(folder / "vectors")
+    return folder / "vectors", loaded.predict_proba(world.queries.numpy())
+
+
+def exported_vectors(world: World, folder: Path) -> Any:
+    world.vectors.export_onnx(folder / "vectors.onnx")
+    return folder / "vectors.onnx"
+
+
 def listed(world: World, folder: Path) -> Any:
     for name in ("a", "b"):
         (folder / name).mkdir()
@@ -286,6 +297,8 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     "MahalanobisClassifier.decision_function": lambda world, folder: world.vectors.decision_function(
         world.queries.numpy()
     ),
+    "MahalanobisClassifier.save and load": saved_vectors,
+    "MahalanobisClassifier.export_onnx": exported_vectors,
     "SimpleCNAPS.forward": logits_without_gradients,
     "SimpleCNAPS.adapt": adapted,
     "SimpleCNAPS.save_pretrained": written_checkpoint,
