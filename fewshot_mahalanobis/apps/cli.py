@@ -490,26 +490,40 @@ def run_app(
 def review(
     model: Model,
     images: Images,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="Table of the labels, written after every answer; an earlier one goes on."),
+    ] = Path("checked.csv"),
     host: Host = "127.0.0.1",
     port: Port = None,
-    share: Share = False,
     browser: Browser = True,
     device: Device = "auto",
 ) -> None:
-    """Open a page in the browser that asks for the labels of the images that teach the model most.
+    """Open a page in the browser to label images: the model asks about one at a time, and shows all of its answers.
 
-    It learns from every answer; download the model from the page when done.
+    It learns from every label. The page offers the labels, which `fit` reads, and the model for download.
 
-    Example: fewshot-mahalanobis review flowers.safetensors holiday/
+    For example:
+
+        fewshot-mahalanobis review flowers.safetensors holiday/
+
+        fewshot-mahalanobis review flowers.safetensors holiday/ -o holiday.csv
     """
     with clear_errors():
+        check_output(output)
         paths = _image_files(images)
 
-        from fewshot_mahalanobis.apps.page import make_page, serve
+        from fewshot_mahalanobis.apps.review import Review
+        from fewshot_mahalanobis.apps.review_page import ReviewServer
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
-        page = make_page(SimpleCNAPSClassifier.load(model, device=device), device=device, queries=list(map(str, paths)))
-        serve(page, host=host, port=port, share=share, browser=browser)
+        reviewed = Review(SimpleCNAPSClassifier.load(model, device=device), paths, output)
+        for path, problem in reviewed.problems.items():
+            typer.echo(f"{path}: {problem}", err=True)
+        if reviewed.labels or reviewed.other_rows:
+            others = f", and {number_of(reviewed.other_rows, 'row')} about others" if reviewed.other_rows else ""
+            typer.echo(f"{output} has labels of {number_of(len(reviewed.labels), 'image')} already{others}", err=True)
+        ReviewServer(reviewed, host, port).serve(browser=browser)
 
 
 @checkpoints_app.callback(invoke_without_command=True)

@@ -82,7 +82,7 @@ def fit_files(
         first = error
     with warnings.catch_warnings():  # what there is to remark comes with the images that can be read
         warnings.simplefilter("ignore")
-        for _ in _batches(classifier, paths, _CHECKED_SIZE, problems, "reading", _BATCH).decoded():
+        for _ in image_batches(classifier, paths, _CHECKED_SIZE, problems, "reading", _BATCH).decoded():
             pass  # to name every image that cannot be read
     if not problems:
         raise first
@@ -144,7 +144,9 @@ def predict_files(
     predictions: list[LabelledFile] = []
     problems: dict[Picture, str] = {}
     on_cpu = classifier.device_.type == "cpu"
-    batches = _batches(classifier, paths, size, problems, "predicting", classifier.batch_size if on_cpu else _BATCH)
+    batches = image_batches(
+        classifier, paths, size, problems, "predicting", classifier.batch_size if on_cpu else _BATCH
+    )
     batches.ahead = not on_cpu  # as in ``SimpleCNAPSClassifier.predict``
     for batch in batches.decoded():
         if problems and not skip_errors:
@@ -240,7 +242,7 @@ def filled_in(
     return json.dumps(document, indent=1, ensure_ascii=False)
 
 
-def _batches(
+def image_batches(
     classifier: SimpleCNAPSClassifier,
     paths: Sequence[Picture],
     size: int,

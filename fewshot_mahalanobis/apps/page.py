@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from html import escape
 from typing import Any
@@ -78,9 +78,7 @@ _CSS = """
 """
 
 
-def make_page(
-    start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto", queries: Sequence[str] = ()
-) -> gr.Blocks:
+def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto") -> gr.Blocks:
     """Make the page; every visitor has a session of their own.
 
     Parameters
@@ -88,27 +86,17 @@ def make_page(
     start : SimpleCNAPS or SimpleCNAPSClassifier
         See :class:`~fewshot_mahalanobis.apps.session.Session`.
     device : str
-    queries : sequence of paths
-        Image files that are there to be classified and reviewed from the start.
 
     Returns
     -------
     gradio.Blocks
         To be launched by :func:`serve`.
-
-    Raises
-    ------
-    ValueError
-        There are queries, and none can be read.
     """
-    first = Session(start, device)
-    left_out = first.ask(queries) if queries else {}
 
     def bench_of(session: Session | None) -> Session:
         """The visitor's own session, made when first needed: an initial value would be copied, network and all."""
         if session is None:
             session = Session(start, device)
-            session.take_queries(first)
         return session
 
     # Uploads and model files older than a day are deleted every hour, and all of them at the end.
@@ -273,7 +261,7 @@ def make_page(
         gallery.select(on_choose, visitor, parts, **at_a_time)
         remove_picture.click(on_remove_picture, [visitor, chosen], parts, **at_a_time)
         remove_class.click(on_remove_class, [visitor, chosen], parts, **at_a_time)
-        page.load(lambda: shown(bench_of(None), ask_problem=_left_out(left_out)), None, parts, **at_a_time)
+        page.load(lambda: shown(bench_of(None)), None, parts, **at_a_time)
     return page
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fewshot_mahalanobis.apps.active_learning import most_useful
 from fewshot_mahalanobis.apps.example import photographs
-from fewshot_mahalanobis.apps.review import most_useful
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
@@ -149,7 +149,7 @@ class Session:
             The name or the files are missing, the name looks like that of another class, or no file can be read.
             Nothing is added.
         """
-        name = self._checked_name(name)
+        name = checked_name(name, self.counts())
         if not files:
             raise ValueError(f"Choose one or more pictures of “{name}” first.")
         read, problems = self._read(files)
@@ -176,17 +176,6 @@ class Session:
         support, queries = pictures[: len(example.support)], pictures[len(example.support) :]
         self.queries += queries
         self._become(self.images + support, self.names + example.labels)
-
-    def _checked_name(self, name: str) -> str:
-        name = name.strip()
-        if not name:
-            raise ValueError("Give the class a name first.")
-        if folded(name) == UNKNOWN:
-            raise ValueError(f"“{UNKNOWN}” is the answer for pictures of no class: choose another name.")
-        alike = [other for other in self.counts() if folded(other) == folded(name)]
-        if alike and name not in alike:
-            raise ValueError(f"There is a class “{alike[0]}”: write it like that, or choose another name.")
-        return name
 
     def _read(self, files: Sequence[str]) -> tuple[list[Picture], dict[str, str]]:
         """Pictures, and what is wrong with files that are none; ValueError if all are."""
@@ -222,7 +211,7 @@ class Session:
         if isinstance(self.start, SimpleCNAPSClassifier):
             classifier = self.start
             if images:
-                labels = _labels_like(self.start.classes_, names)
+                labels = labels_like(self.start.classes_, names)
                 classifier = copy.copy(self.start).partial_fit(_seen(images), labels)
         elif len(set(names)) < 2:
             classifier = None
@@ -258,10 +247,6 @@ class Session:
         self.queries += read
         self._answer()
         return problems
-
-    def take_queries(self, other: Session) -> None:
-        """Start with the queries and answers of another session with the same ``start``."""
-        self.queries, self.answers = [*other.queries], [*other.answers]
 
     def forget_queries(self) -> None:
         """Remove all queries."""
@@ -310,7 +295,7 @@ class Session:
         ValueError
             The name is missing, or looks like that of another class. Nothing is changed.
         """
-        name = self._checked_name(name)
+        name = checked_name(name, self.counts())
         picture, before = self.queries[index], self.queries
         self.queries = [query for other, query in enumerate(before) if other != index]
         try:
@@ -338,6 +323,19 @@ def _curve(classifier: SimpleCNAPSClassifier | None) -> LearningCurve | None:
     return None if classifier is None else classifier.summary().curve
 
 
+def checked_name(name: str, known: Iterable[str]) -> str:
+    """The name of a class without white space around it; ValueError if it is none, or like that of another."""
+    name = name.strip()
+    if not name:
+        raise ValueError("Give the class a name first.")
+    if folded(name) == UNKNOWN:
+        raise ValueError(f"“{UNKNOWN}” is the answer for pictures of no class: choose another name.")
+    alike = [other for other in known if folded(other) == folded(name)]
+    if alike and name not in alike:
+        raise ValueError(f"There is a class “{alike[0]}”: write it like that, or choose another name.")
+    return name
+
+
 def _seen(pictures: Sequence[Picture]) -> Features | DecodedBatch:
     """What a classifier takes of pictures: their features, or their squares where the network is adapted anew."""
     rows = [picture.features for picture in pictures if picture.features is not None]
@@ -346,7 +344,7 @@ def _seen(pictures: Sequence[Picture]) -> Features | DecodedBatch:
     return DecodedBatch([*range(len(pictures))], np.stack([picture.pixels for picture in pictures]))
 
 
-def _labels_like(classes: NDArray[Any], names: Sequence[str]) -> list[Any]:
+def labels_like(classes: NDArray[Any], names: Sequence[str]) -> list[Any]:
     """Names as labels of the type that a fitted classifier has."""
     known = {str(label): label for label in classes.tolist()}
     if all(isinstance(label, str) for label in known.values()):

@@ -137,6 +137,16 @@ def _upright(image: Image.Image) -> Image.Image:
 
 def _square(image: Image.Image, depth: _Depth, size: int, value_range: ValueRange | None) -> Square:
     """What is left to do for an upright image."""
+    small, profile_ignored, span = _small(image, depth, size, value_range)
+    if small.size != (size, size):
+        small = small.resize((size, size), Image.Resampling.BILINEAR)
+    return Square(np.asarray(small), profile_ignored, span)
+
+
+def _small(
+    image: Image.Image, depth: _Depth, size: int, value_range: ValueRange | None
+) -> tuple[Image.Image, bool, Span | None]:
+    """An upright image before the last step, with its own aspect, and what :class:`Square` notices."""
     profile = image.info.get("icc_profile")
     described = _profile_mode(profile) if profile else None
     flat, span = (image, None) if image.mode == described == "CMYK" else _to_rgb(image, depth, value_range)
@@ -150,18 +160,43 @@ def _square(image: Image.Image, depth: _Depth, size: int, value_range: ValueRang
             profile_ignored = True
     elif profile:  # one of another colour space than the pixels', such as CMYK for RGB, says nothing about them
         profile_ignored = described is None
-    small = small.convert("RGB")
-    if small.size != (size, size):
-        small = small.resize((size, size), Image.Resampling.BILINEAR)
-    return Square(np.asarray(small), profile_ignored, span)
+    return small.convert("RGB"), profile_ignored, span
 
 
 @whole_files
 def read_square(file: str | os.PathLike[Any] | BinaryIO, size: int, value_range: ValueRange | None = None) -> Square:
     """Like :func:`read_square_array`, but return what was noticed instead of warning of it."""
+    with _image_errors(), opened(file) as image:
+        return to_square(image, size, value_range)
+
+
+@whole_files
+def read_within(file: str | os.PathLike[Any], side: int, value_range: ValueRange | None = None) -> Image.Image:
+    """One image file as RGB with its own aspect, for people to look at: shrunk until no side is longer than ``side``.
+
+    ``value_range`` and errors as for :func:`read_square`.
+    """
+    with _image_errors(), opened(file) as image:
+        check_header(image)
+        depth = _depth(image)
+        image.draft(None, (side, side))
+        small, _, _ = _small(_upright(image), depth, side // 2, value_range)
+    small.thumbnail((side, side))
+    return small
+
+
+def read_size(file: str | os.PathLike[Any]) -> tuple[int, int]:
+    """Width and height of an image file as it is seen, by its header; errors as for :func:`read_square`."""
+    with _image_errors(), opened(file) as image:
+        width, height = image.size
+        return (height, width) if exif_orientation(image) > 4 else (width, height)
+
+
+@contextmanager
+def _image_errors() -> Iterator[None]:
+    """What goes wrong with one image becomes an ImageError."""
     try:
-        with opened(file) as image:
-            return to_square(image, size, value_range)
+        yield
     except MemoryError:
         raise
     except Exception as error:

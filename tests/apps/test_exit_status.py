@@ -149,9 +149,14 @@ def test_an_error_after_a_handled_one_is_no_ctrl_c() -> None:
         exit_after(fails)
 
 
-@pytest.mark.parametrize("command", [["app", "--checkpoint", "resnet18"], ["review", "MODEL", "PHOTOS"]])
-def test_ctrl_c_stops_a_server_with_130(command: list[str], photos: Path, model: Path) -> None:
-    named = {"PHOTOS": str(photos / "c0"), "MODEL": str(model)}
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("app", ["app", "--checkpoint", "resnet18"]), ("page", ["review", "MODEL", "PHOTOS", "-o", "TABLE"])],
+)
+def test_ctrl_c_stops_a_server_with_130(
+    name: str, command: list[str], photos: Path, model: Path, tmp_path: Path
+) -> None:
+    named = {"PHOTOS": str(photos / "c0"), "MODEL": str(model), "TABLE": str(tmp_path / "checked.csv")}
     arguments = [named.get(part, part) for part in command]
     process = subprocess.Popen(
         [sys.executable, "-c", AT_AN_OPERATION, "none", "", "0", "0", "0", *arguments, "--no-browser"],
@@ -162,7 +167,7 @@ def test_ctrl_c_stops_a_server_with_130(command: list[str], photos: Path, model:
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith("The app is at http"), line
+    assert line.startswith(f"The {name} is at http"), line
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 130

@@ -234,19 +234,20 @@ def test_the_example_is_taught_and_asked_by_one_button(served: tuple[str, list[A
         assert box["y"] + page.evaluate("window.scrollY") < 2 * NARROW["height"]
 
 
-def test_a_page_that_starts_with_queries_offers_one_for_review(tmp_path: Path) -> None:
+def test_the_app_asks_about_one_of_the_pictures_and_learns_from_the_answer(tmp_path: Path) -> None:
     for index, image in enumerate(pictures(4, 3)):
         Image.fromarray(image).save(tmp_path / f"{index}.png")
-    page = make_page(tiny_classifier(), queries=[str(path) for path in sorted(tmp_path.iterdir())])
+    page = make_page(tiny_classifier())
     address = start_server(page)
     try:
         with chromium() as browser:
             visit = browser.new_page(viewport=WIDE)
             expect.set_options(timeout=120_000)
             visit.goto(address)
+            ask(visit, *map(str, sorted(tmp_path.iterdir())))
             expect(visit.locator("#answers strong")).to_have_count(4)
             expect(visit.locator("#doubt")).to_contain_text("Say what it is")
-            keep(visit, "app-review", full_page=True)
+            keep(visit, "app-doubt", full_page=True)
             visit.locator("#skip").click()
             visit.locator("#truth input").fill("green")
             visit.locator("#learn").click()

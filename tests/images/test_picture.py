@@ -14,7 +14,8 @@ from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
 from fewshot_mahalanobis.images import picture
 from fewshot_mahalanobis.images.decode import ImageBatches
-from fewshot_mahalanobis.images.picture import read_square_array, to_square_array
+from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.picture import read_size, read_square_array, read_within, to_square_array
 from tests.images.icc import ADOBE_RGB, DISPLAY_P3, LINEAR_GREY, SRGB, in_space
 
 SIZE = 32
@@ -124,6 +125,28 @@ def test_exif_goes_before_xmp(photograph: Image.Image) -> None:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 3
     assert np.array_equal(square(jpeg(photograph, exif=exif, **with_xmp("JPEG"))), square(jpeg(photograph, exif=exif)))
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_picture_to_look_at_has_its_own_aspect_and_no_longer_side(
+    orientation: int, photograph: Image.Image, tmp_path: Path
+) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    file = tmp_path / "photograph.jpg"
+    file.write_bytes(jpeg(photograph, exif=exif))
+    upright = ImageOps.exif_transpose(Image.open(file))
+    assert read_size(file) == upright.size == ((600, 440) if orientation == 1 else (440, 600))
+    for side, expected in ((300, (300, 220)), (5000, (600, 440))):
+        shown = read_within(file, side)
+        assert shown.size == (expected if orientation == 1 else expected[::-1])
+        assert np.abs(np.asarray(shown).astype(int) - upright.resize(shown.size, Image.Resampling.BICUBIC)).mean() < 2
+    (tmp_path / "cut.jpg").write_bytes(file.read_bytes()[:2000])
+    for read in (read_size, lambda path: read_within(path, 300)):
+        with pytest.raises(ImageError):
+            read(tmp_path / "missing.jpg")
+    with pytest.raises(ImageError, match="damaged"):
+        read_within(tmp_path / "cut.jpg", 300)
 
 
 def test_blocks_are_averaged_as_a_plain_loop_does(photograph: Image.Image) -> None:
