@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import base64
 import io
+import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from html import escape
 from typing import Any
@@ -35,6 +36,8 @@ __all__ = ["make_page", "serve", "start_server"]
 _BARS = 5
 #: Answers that are shown at a time.
 _SHOWN = 12
+#: Seconds after which uploads, and sessions that nobody has opened, are deleted.
+_DAY = 86_400
 #: One grey pixel, a GIF file.
 _GREY = base64.b64decode("R0lGODlhAQABAIAAAICAgAAAACwAAAAAAQABAAACAkQBADs=")
 _CSS = """
@@ -79,7 +82,7 @@ _CSS = """
 
 
 def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto") -> gr.Blocks:
-    """Make the page; every visitor has a session of their own.
+    """Make the page; every browser has a session of its own, which a reload finds again.
 
     Parameters
     ----------
@@ -92,16 +95,16 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
     gradio.Blocks
         To be launched by :func:`serve`.
     """
+    sessions = _Sessions(lambda: Session(start, device))
 
-    def bench_of(session: Session | None) -> Session:
+    def session_of(session: Session | None) -> Session:
         """The visitor's own session, made when first needed: an initial value would be copied, network and all."""
-        if session is None:
-            session = Session(start, device)
-        return session
+        return Session(start, device) if session is None else session
 
     # Uploads and model files older than a day are deleted every hour, and all of them at the end.
-    with gr.Blocks(title="Few-shot classifier", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
+    with gr.Blocks(title="Few-shot classifier", analytics_enabled=False, delete_cache=(3600, _DAY)) as page:
         visitor, chosen, first_shown = gr.State(None), gr.State(None), gr.State(0)
+        browser = gr.BrowserState(None, storage_key="fewshot-mahalanobis-session", secret="a name that tells nothing")
         gr.Markdown(
             "# Few-shot classifier\n"
             "Teach two or more classes by a few pictures each, five are a good start; then drop other pictures and see "
@@ -144,7 +147,10 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
             with gr.Row(visible=False) as removal:
                 remove_picture = gr.Button("Remove this picture", elem_id="remove-picture")
                 remove_class = gr.Button("Remove the class", elem_id="remove-class")
-            download = gr.DownloadButton("Download the model", visible=False, elem_id="download")
+            with gr.Row():
+                download = gr.DownloadButton("Download the model", visible=False, elem_id="download")
+                export = gr.Button("Export as a web page", visible=False, elem_id="export")
+            exported = gr.DownloadButton(visible="hidden", elem_id="exported")
 
         def shown(session: Session, taught_problem: str = "", ask_problem: str = "") -> dict[Any, Any]:
             """What every part of the page shows."""
@@ -167,10 +173,22 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
                 gallery: gr.Gallery([(_opened(picture), label) for _, picture, label in own], visible=bool(own)),
                 removal: gr.Row(visible=False),
                 download: gr.DownloadButton(value=path, visible=path is not None),
+                export: gr.Button(visible=path is not None),
             }
 
+        def on_load(name: str | None) -> dict[Any, Any]:
+            name, session = sessions.of(name)
+            return {browser: name, **shown(session)}
+
+        def on_export(session: Session | None) -> dict[Any, Any]:
+            session = session_of(session)
+            try:
+                return {exported: session.export_page(), state: _state(session, "")}
+            except (ValueError, ImportError) as error:
+                return {exported: None, state: _state(session, str(error))}
+
         def on_add(session: Session | None, name_: str, files_: list[str] | None, photo_: str | None) -> dict[Any, Any]:
-            session = bench_of(session)
+            session = session_of(session)
             try:
                 left_out = session.add(name_, [*(files_ or ()), *([photo_] if photo_ else ())])
             except ValueError as error:
@@ -178,7 +196,7 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
             return {name: "", files: None, photo: None, **shown(session, taught_problem=_left_out(left_out))}
 
         def on_example(session: Session | None) -> dict[Any, Any]:
-            session = bench_of(session)
+            session = session_of(session)
             try:
                 session.add_example()
             except ValueError as error:  # a model file's classes may be numbers
@@ -186,7 +204,7 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
             return shown(session)
 
         def on_ask(session: Session | None, given: list[str] | str | None) -> dict[Any, Any]:
-            session = bench_of(session)
+            session = session_of(session)
             if not given:
                 return {visitor: session}
             try:
@@ -196,17 +214,17 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
             return {query: None, shot: None, **shown(session, ask_problem=_left_out(left_out))}
 
         def on_turn(session: Session | None, place: int, by: int) -> dict[Any, Any]:
-            session = bench_of(session)
+            session = session_of(session)
             place = max(0, min(place + by, (len(session.answers) - 1) // _SHOWN * _SHOWN))
             return {answers: _answers(session, place), first_shown: place}
 
         def on_clear(session: Session | None) -> dict[Any, Any]:
-            session = bench_of(session)
+            session = session_of(session)
             session.forget_queries()
             return shown(session)
 
         def on_learn(session: Session | None, label: str | None) -> dict[Any, Any]:
-            session = bench_of(session)
+            session = session_of(session)
             doubtful = session.most_useful_query()
             if doubtful is None:
                 return shown(session)
@@ -217,14 +235,14 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
             return shown(session)
 
         def on_skip(session: Session | None) -> dict[Any, Any]:
-            session = bench_of(session)
+            session = session_of(session)
             doubtful = session.most_useful_query()
             if doubtful is not None:
                 session.pass_over(doubtful)
             return shown(session)
 
         def on_choose(session: Session | None, event: gr.SelectData) -> dict[Any, Any]:
-            index, _, label = bench_of(session).pictures()[event.index]
+            index, _, label = session_of(session).pictures()[event.index]
             return {
                 chosen: (index, label),
                 removal: gr.Row(visible=True),
@@ -232,13 +250,13 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
             }
 
         def on_remove_picture(session: Session | None, chosen_: tuple[int, str] | None) -> dict[Any, Any]:
-            session = bench_of(session)
+            session = session_of(session)
             if chosen_ is not None:
                 session.remove_picture(chosen_[0])
             return shown(session)
 
         def on_remove_class(session: Session | None, chosen_: tuple[int, str] | None) -> dict[Any, Any]:
-            session = bench_of(session)
+            session = session_of(session)
             if chosen_ is not None:
                 session.remove(chosen_[1])
             return shown(session)
@@ -247,7 +265,7 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
         at_a_time: dict[str, Any] = {"concurrency_id": "network", "concurrency_limit": 1, "api_visibility": "private"}
         parts = [
             *(visitor, chosen, name, files, photo, state, query, shot, problem, answers, first_shown, turn, clear),
-            *(review, doubt, truth, taught, classes, gallery, removal, remove_class, download),
+            *(review, doubt, truth, taught, classes, gallery, removal, remove_class, download, export),
         ]
         for button, by in ((later, -_SHOWN), (earlier, _SHOWN)):
             button.click(partial(on_turn, by=by), [visitor, first_shown], [answers, first_shown], **at_a_time)
@@ -261,8 +279,30 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
         gallery.select(on_choose, visitor, parts, **at_a_time)
         remove_picture.click(on_remove_picture, [visitor, chosen], parts, **at_a_time)
         remove_class.click(on_remove_class, [visitor, chosen], parts, **at_a_time)
-        page.load(lambda: shown(bench_of(None)), None, parts, **at_a_time)
+        # The file is there before the browser is told to fetch it.
+        export.click(on_export, visitor, [exported, state], **at_a_time).success(
+            None, js="() => setTimeout(() => document.querySelector('#exported').click(), 200)"
+        )
+        page.load(on_load, browser, [browser, *parts], **at_a_time)
     return page
+
+
+class _Sessions:
+    """The sessions of browsers, which know theirs by a name; those that nobody has opened for a day are forgotten."""
+
+    def __init__(self, new: Callable[[], Session]) -> None:
+        self._new = new
+        self._opened: dict[str, tuple[float, Session]] = {}
+
+    def of(self, name: str | None) -> tuple[str, Session]:
+        """The name and the session of a browser that says this name, new ones if it is not known."""
+        now = time.monotonic()
+        self._opened = {other: kept for other, kept in self._opened.items() if now - kept[0] < _DAY}
+        if name not in self._opened:
+            name = secrets.token_urlsafe()
+        session = self._opened[name][1] if name in self._opened else self._new()
+        self._opened[name] = (now, session)
+        return name, session
 
 
 def serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -317,6 +318,20 @@ class Session:
         path = Path(self._folder.name, "classifier.safetensors")
         self.classifier.save(path)
         return path
+
+    def export_page(self) -> Path:
+        """Write the web page that answers in its visitor's browser to a zip file of this session.
+
+        Raises
+        ------
+        ValueError
+            There is no classifier yet, or none that can be exported; ImportError if the extra ``onnx`` is absent.
+        """
+        if self.classifier is None:
+            raise ValueError("Teach two classes first.")
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
+            self.classifier.export_page(Path(folder, "page"))
+            return Path(shutil.make_archive(str(Path(self._folder.name, "page")), "zip", folder, "page"))
 
 
 def _curve(classifier: SimpleCNAPSClassifier | None) -> LearningCurve | None:

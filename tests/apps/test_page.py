@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.page import make_page, serve, start_server
-from fewshot_mahalanobis.apps.session import UNKNOWN
+from fewshot_mahalanobis.apps.session import UNKNOWN, Session
 from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 
@@ -90,6 +90,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             Image.fromarray(pixels).resize((160, 160), Image.Resampling.BICUBIC).save(file)
             files.setdefault(name, []).append(str(file))
     return files
+
+
+@pytest.fixture
+def files_of_two(tmp_path: Path) -> dict[str, list[str]]:
+    """Two picture files of each of two classes."""
+    for index, image in enumerate(pictures(4, 3)):
+        Image.fromarray(image).save(tmp_path / f"{index}.png")
+    return {name: [str(tmp_path / f"{i}.png") for i in two] for name, two in (("red", (0, 1)), ("blue", (2, 3)))}
 
 
 def teach(page: Page, name: str, files: list[str]) -> None:
@@ -253,6 +261,71 @@ def test_the_app_asks_about_one_of_the_pictures_and_learns_from_the_answer(tmp_p
             visit.locator("#learn").click()
             expect(visit.locator("#classes")).to_contain_text("green 4")
             expect(visit.locator("#answers strong")).to_have_count(3)
+    finally:
+        page.close(verbose=False)
+
+
+def test_what_is_taught_survives_a_reload_and_is_no_other_browsers(files_of_two: dict[str, list[str]]) -> None:
+    page = make_page(tiny_model(), device="cpu")
+    address = start_server(page)
+    try:
+        with chromium() as browser:
+            expect.set_options(timeout=120_000)
+            context = browser.new_context(viewport=WIDE)
+            visit = context.new_page()
+            visit.goto(address)
+            expect(visit.locator("#state")).to_contain_text("No class yet")
+            for name, files in files_of_two.items():
+                teach(visit, name, files)
+                expect(visit.locator("#classes")).to_contain_text(f"{name} {len(files)}")
+            ask(visit, *files_of_two["red"])
+            expect(visit.locator("#answers strong")).to_have_count(2)
+            visit.reload()
+            expect(visit.locator("#classes")).to_contain_text("red 2")
+            expect(visit.locator("#answers strong")).to_have_count(2)
+            expect(visit.locator("#gallery button img")).to_have_count(4)
+            teach(visit, "blue", files_of_two["red"])
+            again = context.new_page()  # another tab
+            again.goto(address)
+            expect(again.locator("#classes")).to_contain_text("blue 4")
+            stranger = browser.new_context().new_page()
+            stranger.goto(address)
+            expect(stranger.locator("#state")).to_contain_text("No class yet")
+    finally:
+        page.close(verbose=False)
+
+
+def test_the_answering_page_is_exported_by_one_button(
+    files_of_two: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def exported(session: Session) -> Path:
+        (tmp_path / "page.zip").write_bytes(b"a zip file")
+        return tmp_path / "page.zip"
+
+    monkeypatch.setattr(Session, "export_page", exported)
+    page = make_page(tiny_model(), device="cpu")
+    address = start_server(page)
+    try:
+        with chromium() as browser:
+            expect.set_options(timeout=120_000)
+            visit = browser.new_page(viewport=WIDE)
+            visit.goto(address)
+            expect(visit.locator("#state")).to_contain_text("No class yet")
+            expect(visit.locator("#export")).to_be_hidden()
+            for name, files in files_of_two.items():
+                teach(visit, name, files)
+                expect(visit.locator("#classes")).to_contain_text(name)
+            with visit.expect_download() as download:
+                visit.locator("#export").click()
+            assert download.value.suggested_filename == "page.zip"
+            assert Path(download.value.path()).read_bytes() == b"a zip file"
+
+            def refused(session: Session) -> Path:
+                raise ValueError("this head cannot be exported")
+
+            monkeypatch.setattr(Session, "export_page", refused)
+            visit.locator("#export").click()
+            expect(visit.locator("#state")).to_contain_text("this head cannot be exported")
     finally:
         page.close(verbose=False)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import zipfile
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.session import UNKNOWN, Session
 from tests.tiny import LABELS, TinyExtractor, pictures, tiny_classifier, tiny_model
 
@@ -300,6 +303,23 @@ def test_a_label_that_cannot_be_learned_changes_nothing(files: dict[str, list[st
     with pytest.raises(ValueError, match="whole numbers"):
         session.label_query(0, "cat")
     assert len(session.queries) == len(session.answers) == 2
+
+
+def test_the_answering_page_is_exported_as_a_zip_file(files: dict[str, list[str]], tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        session = Session(SimpleCNAPS(adaptation="none", image_size=32).eval(), device="cpu")
+    with pytest.raises(ValueError, match="two classes first"):
+        session.export_page()
+    for name, group in files.items():
+        session.add(name, group)
+    for _ in range(2):  # a second one takes the place of the first
+        archive = session.export_page()
+    with zipfile.ZipFile(archive) as zipped:
+        names = zipped.namelist()
+        assert {"page/index.html", "page/page.json", "page/classifier.onnx"} <= {*names}
+        assert json.loads(zipped.read("page/page.json"))["labels"] == ["blue", "green", "red", UNKNOWN]
+    assert {path.name for path in archive.parent.iterdir()} == {"page.zip"}
 
 
 def test_the_example_has_three_classes_and_asks_about_seven_pictures() -> None:
