@@ -89,6 +89,7 @@ class ReviewServer:
             middleware=[Middleware(TrustedHostMiddleware, hosts)],
             exception_handlers=dict.fromkeys((ValueError, KeyError, TypeError, OSError), _said),
         )
+        self._stopped = False
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
 
     def serve(self, *, browser: bool = False) -> None:
@@ -100,9 +101,12 @@ class ReviewServer:
         if browser:
             webbrowser.open(self.address)
         self._server.run(sockets=[self._socket])
+        if not self._stopped:  # uvicorn itself may end as if nothing had interrupted it
+            raise KeyboardInterrupt
 
     def stop(self) -> None:
         """End :meth:`serve`, which runs in another thread."""
+        self._stopped = True
         self._server.should_exit = True
 
 
