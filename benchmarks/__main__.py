@@ -25,6 +25,7 @@ PAGES = {
         "head",
         "streaming",
         "photographs",
+        "regions",
         "scaling",
         "export",
         "compile",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import pydoc
 import re
 import shlex
@@ -263,12 +264,32 @@ def test_the_page_of_the_command_line_has_every_option(name: str) -> None:
             assert any(re.search(rf"(?<![\w-]){way}(?![\w-])", section) for way in ways), f"{name}: {ways}"
 
 
+def write_files_of_boxes() -> None:
+    """``annotations.json`` of COCO and ``detections.json`` of MegaDetector, for the images of a user in ``photos``."""
+    names = [f"{label}/{number}.jpg" for label in ("cat", "dog") for number in range(3)]
+    annotations = [{"id": i, "image_id": i, "category_id": i // 3, "bbox": [9, 9, 50, 40]} for i in range(6)]
+    coco = {
+        "images": [{"id": i, "file_name": name} for i, name in enumerate(names)],
+        "annotations": annotations,
+        "categories": [{"id": 0, "name": "cat"}, {"id": 1, "name": "dog"}],
+    }
+    detection = {"category": "1", "conf": 0.9, "bbox": [0.1, 0.2, 0.5, 0.5]}
+    megadetector = {
+        "detection_categories": {"1": "animal"},
+        "images": [{"file": name, "detections": [detection]} for name in names],
+    }
+    Path("annotations.json").write_text(json.dumps(coco))
+    Path("detections.json").write_text(json.dumps(megadetector))
+
+
 @pytest.mark.filterwarnings("ignore:6 left-out examples")  # the folder has as few images
 @pytest.mark.parametrize("name", ["cli", "unknown_classes"])
 def test_commands_that_fit_predict_and_tell_of_checkpoints_run_as_they_stand(name: str, folder_of_a_user: Path) -> None:
     Path("more").mkdir()
     shutil.copy("new/0.jpg", "more/cat.jpg")
     Path("labels.csv").write_text("path,label\nsupport/cat/0.jpg,cat\nsupport/dog/0.jpg,dog\n")
+    shutil.copytree("support", "photos")
+    write_files_of_boxes()
     ran = []
     for page, line in commands():
         program, command, *_ = words = shlex.split(line)

@@ -54,7 +54,7 @@ Margin = Annotated[
     float,
     typer.Option(
         min=0,
-        help="Widen boxes on each side by this share of their width and height, in `fit` as in `predict`.",
+        help="Widen boxes on each side by this share of their width and height, the same in each command.",
     ),
 ]
 
@@ -422,6 +422,8 @@ def page(
             "the visitor's. Every visitor can see them."
         ),
     ] = None,
+    image_folder: ImageFolder = None,
+    margin: Margin = 0.0,
     runtime: Annotated[
         Path | None,
         typer.Option(
@@ -443,7 +445,7 @@ def page(
     """
     with clear_errors():
         check_output(output, folder=True)
-        pictures = None if support is None else _labelled_images(support)[0]
+        pictures = None if support is None else _labelled_images(support, image_folder, margin)[0]
 
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 

@@ -281,12 +281,10 @@ def describe(item: Any) -> str:
 
 @whole_files
 def read_item(item: Any, index: int, size: int, lock: Lock, value_range: ValueRange | None = None) -> Square:
-    """Item ``index`` of a collection as a square; ImageError names it. ``lock`` guards images that others may share."""
-    if isinstance(item, Region):
-        square = read_regions([item], [index], size, lock, value_range)[0]
-        if isinstance(square, ImageError):
-            raise square
-        return square
+    """Item ``index`` of a collection, no region, as a square; ImageError names it.
+
+    ``lock`` guards images that others may share.
+    """
     try:
         with _picture(item, lock, value_range) as (image, span, unknown_range):
             square = to_square(image, size, unknown_range)

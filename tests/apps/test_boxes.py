@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
@@ -223,3 +224,12 @@ def test_a_report_names_regions(checkpoint: Path, folder: Path, tmp_path: Path) 
     given = ("--image-folder", folder, "--groups", "none", "--report")
     said = run("fit", table, "-o", out, "--checkpoint", checkpoint, *given)
     assert f"{folder / '5.jpg'}, box (129, " in said
+
+
+def test_a_page_shows_the_regions_that_fit_learned_from(folder: Path, model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    run("page", model, "-o", tmp_path / "page", "--support", folder / "coco.json")
+    shown = json.loads((tmp_path / "page" / "page.json").read_text())["support"]
+    for index, colour in enumerate((*COLOURS.values(),) * 6):
+        with Image.open(io.BytesIO(base64.b64decode(shown[index]["picture"].split(",")[1]))) as picture:
+            assert np.abs(np.asarray(picture, float).mean((0, 1)) - colour).max() < 20
