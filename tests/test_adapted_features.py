@@ -125,6 +125,7 @@ def test_it_serves_regression_several_labels_and_clustering_in_pipelines() -> No
     assert len({*zip(labels.tolist(), clusters.tolist(), strict=True)}) == 3  # a cluster for each colour
     both = np.stack([labels == "red", labels != "blue"], axis=1)
     several = make_pipeline(features, MultiOutputClassifier(MahalanobisClassifier())).fit(images, both)
+    assert cross_val_score(several, images, both, cv=2).min() > 0.8
     assert several.predict(QUERIES).tolist() == [[label == "red", label != "blue"] for label in QUERY_LABELS]
 
 
