@@ -26,7 +26,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -384,7 +384,8 @@ def read_feature_classifier(
     with _named(path):
         shape = (shapes.get("support_labels") or [0])[0], (shapes.get("support_features") or [0])[-1]
         features = torch.empty(shape, dtype=torch.float64, device="meta")
-        tensors = _read_tensors(path, header, _expected_support(features, shapes))
+        tensors = _read_tensors(path, header, _expected_support(features, shapes.keys() - {"unadapted_features"}))
+        tensors["support_features"] = tensors["support_features"].double()  # a shorter type fits too
         if header.columns is not None and len(header.columns) != shape[1]:
             raise ValueError(f"{len(header.columns)} names of {shape[1]} features")
         fitted_head = _fitted_head(header, tensors, make_head(header.fitted.head), torch.device("cpu"))
@@ -401,7 +402,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _header_and_shapes(path: Path, kind: str, header_type: type[_AnyHeader]) -> tuple[_AnyHeader, dict[str, list[int]]]:
-    """The header of a file of this kind, and the shape of the support tensors that it claims to have."""
+    """The header of a file of this kind, and the shapes that its tensors claim to have."""
     if not readable_file(path):
         raise FileNotFoundError(f"no saved classifier at {path}")
     try:
@@ -417,12 +418,12 @@ def _header_and_shapes(path: Path, kind: str, header_type: type[_AnyHeader]) -> 
     return _read_header(path, metadata.get("classifier", ""), header_type), shapes
 
 
-def _expected_support(features: Tensor, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a support set, without memory, of such features (n, d)."""
+def _expected_support(features: Tensor, stored: Container[str]) -> dict[str, Tensor]:
+    """The tensors of a support set, without memory, of such features (n, d), among those that are stored."""
     labels = torch.empty(len(features), dtype=torch.int64, device="meta")
     optional = {"support_groups": labels, "unadapted_features": features}
     expected = {"support_features": features, "support_labels": labels}
-    return expected | {name: tensor for name, tensor in optional.items() if name in shapes}
+    return expected | {name: tensor for name, tensor in optional.items() if name in stored}
 
 
 def _read_tensors(path: Path, header: _Header, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

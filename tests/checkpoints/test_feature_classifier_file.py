@@ -164,8 +164,9 @@ def test_damaged_and_forged_files_are_refused(tmp_path: Path) -> None:
         assert_refused(message)
     forge({}, {**tensors, "support_features": tensors["support_features"][:, :3].contiguous()})
     assert_refused("do not match their digest")
-    forge({}, {**tensors, "model.weight": torch.zeros(2)})
-    assert_refused("unexpected")
+    for surplus in ("model.weight", "unadapted_features"):
+        forge({}, {**tensors, surplus: tensors["support_features"].clone()})
+        assert_refused("unexpected")
     forge({}, {name: tensor for name, tensor in tensors.items() if name != "support_features"})
     assert_refused("missing|shape")
     forge({}, {**tensors, "support_labels": torch.tensor(0)})
