@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,22 @@ def keep(page: Page, name: str, **options: Any) -> None:
     """Keep a picture of the page as ``name``.png if the user wants them."""
     if folder := os.environ.get(SCREENSHOTS):
         page.screenshot(path=Path(folder) / f"{name}.png", **options)
+
+
+def drop(page: Page, files: Sequence[Path], place: str = "body") -> None:
+    """Drop files onto the first element of a selector, as a visitor does with the mouse."""
+    contents = [(file.name, base64.b64encode(file.read_bytes()).decode()) for file in files]
+    page.locator(place).first.evaluate(
+        """(place, contents) => {
+            const dataTransfer = new DataTransfer();
+            for (const [name, text] of contents) {
+                const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+                dataTransfer.items.add(new File([bytes], name));
+            }
+            place.dispatchEvent(new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true}));
+        }""",
+        contents,
+    )
 
 
 def contrast(page: Page, selector: str) -> float:

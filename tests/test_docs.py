@@ -32,7 +32,7 @@ import fewshot_mahalanobis
 from fewshot_mahalanobis import SimpleCNAPSClassifier, available_checkpoints, load_checkpoint
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.checkpoints import card
-from fewshot_mahalanobis.export.web_page import RUNTIME_BYTES
+from fewshot_mahalanobis.export.web_page.page_files import RUNTIME_BYTES
 from fewshot_mahalanobis.heads import transduction
 from fewshot_mahalanobis.networks import devices
 from fewshot_mahalanobis.research.data.datasets import DATA_SETS

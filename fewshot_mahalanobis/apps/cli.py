@@ -412,9 +412,15 @@ def sort(
 
 @app.command()
 def page(
-    model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the page; made if absent.")],
-    title: Annotated[str, typer.Option(help="Heading of the page and name of the app.")] = "Picture classifier",
+    model: Annotated[Path | None, typer.Argument(help="File written by `fit`.", show_default=False)] = None,
+    teach: Annotated[bool, typer.Option("--teach", help="A page on which the visitor teaches a classifier.")] = False,
+    start: Annotated[
+        Path | None, typer.Option("--model", help="With --teach: start with the classes of a file that `fit` wrote.")
+    ] = None,
+    title: Annotated[
+        str | None, typer.Option(help="Heading of the page and name of the app.", show_default=False)
+    ] = None,
     support: Annotated[
         Path | None,
         typer.Option(
@@ -432,25 +438,37 @@ def page(
         ),
     ] = None,
 ) -> None:
-    """Write a web page that classifies in its visitor's browser, for any web server.
+    """Write a web page that classifies in its visitor's browser, or with --teach one that is taught there.
 
-    Pictures stay on the visitor's device. The page can be installed as an app, and works without a network after the
-    first visit.
+    Pictures stay on the visitor's device. The page is a folder for any web server. It can be installed as an app, and
+    works without a network after the first visit.
 
     For example:
 
         fewshot-mahalanobis page flowers.safetensors -o flowers/
 
         fewshot-mahalanobis page flowers.safetensors -o flowers/ --support photos/ --title "Which flower is it?"
+
+        fewshot-mahalanobis page --teach -o teach/ --model flowers.safetensors
     """
     with clear_errors():
+        if teach and (model is not None or support is not None):
+            raise ValueError("--teach takes no MODEL and no --support: name the file to start from as --model")
+        if not teach and (model is None or start is not None):
+            raise ValueError("name the file that `fit` wrote as MODEL; --model is for a page to be taught, --teach")
         check_output(output, folder=True)
         pictures = None if support is None else _labelled_images(support, image_folder, margin)[0]
 
+        from fewshot_mahalanobis.apps.teaching import export_teaching_page
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
-        classifier = SimpleCNAPSClassifier.load(model)
-        classifier.export_page(output, title=title, support=pictures, runtime=runtime)
+        named = {} if title is None else {"title": title}
+        if model is not None:
+            classifier = SimpleCNAPSClassifier.load(model)
+            classifier.export_page(output, **named, support=pictures, runtime=runtime)
+        else:
+            checkpoint = "default" if start is None else SimpleCNAPSClassifier.load(start)
+            export_teaching_page(output, checkpoint, **named, runtime=runtime)
     size = sum(file.stat().st_size for file in output.iterdir()) / 1e6
     typer.echo(f"{output}: a page of {size:.0f} MB, for any web server with https. To look at it here:")
     typer.echo(f"    python3 -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(output))}")

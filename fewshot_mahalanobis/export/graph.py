@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ def write_onnx(
     ImportError if onnx or onnxscript is absent; ValueError if the head or the backbone has no form as a graph, or the
     head's matrices are too large for a file.
     """
-    _write_onnx(_graph_of(model, task, pixels, distances), path, float16=float16)
+    _write_onnx(_graph_of(model, task, pixels, distances), path, "network." if float16 else None)
 
 
 def write_head_onnx(fitted_head: FittedHead, path: str | os.PathLike[str]) -> None:
@@ -54,31 +55,60 @@ def write_head_onnx(fitted_head: FittedHead, path: str | os.PathLike[str]) -> No
     _write_onnx(_graph_of_head(fitted_head), path)
 
 
-def _write_onnx(graph: _Graph, path: str | os.PathLike[str], *, float16: bool = False) -> None:
+def _write_onnx(graph: _Graph, path: str | os.PathLike[str], float16: str | None = None) -> None:
+    inputs = {graph.input_name: (graph.example, graph.shape)}
+    save_onnx(graph.module, inputs, graph.output_names, path, graph.properties, float16=float16)
+
+
+def save_onnx(
+    module: nn.Module,
+    inputs: Mapping[str, tuple[Tensor, dict[int, Any]]],
+    outputs: Sequence[str],
+    path: str | os.PathLike[str],
+    properties: Mapping[str, str] | None = None,
+    *,
+    float16: str | None = None,
+) -> None:
+    """Write a module as an ONNX file, replacing any file at ``path``, whole or not at all.
+
+    Parameters
+    ----------
+    module : nn.Module
+    inputs : mapping of str to (Tensor, dict)
+        Names of the inputs, in order: an example, and which of its sizes may vary.
+    outputs : sequence of str
+        Names of the outputs.
+    path : path
+    properties : mapping of str to str, optional
+        What the file says about itself.
+    float16 : str, optional
+        Store the weights whose names begin so as float16.
+    """
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch's exporter imports it)
     except ImportError as error:
         raise ImportError(f"the ONNX export needs more packages: {install_command('onnx')}") from error
+    examples, shapes = zip(*inputs.values(), strict=True)
     try:
         program = torch.onnx.export(
-            graph.module,
-            (graph.example,),
+            module,
+            examples,
             dynamo=True,
-            dynamic_shapes=(graph.shape,),
-            input_names=[graph.input_name],
-            output_names=graph.output_names,
+            dynamic_shapes=shapes,
+            input_names=[*inputs],
+            output_names=[*outputs],
             verbose=False,
         )
     except torch.onnx.OnnxExporterError as error:
         raise ValueError(f"torch's exporter cannot make a graph of this backbone: {error}") from error
     assert program is not None
     proto = program.model_proto
-    onnx.helper.set_model_props(proto, graph.properties)
+    onnx.helper.set_model_props(proto, dict(properties or {}))
     for node in proto.graph.node:
         node.ClearField("metadata_props")  # where in the code it comes from, by paths of this machine
-    if float16:
-        _store_as_float16(proto, "network.")
+    if float16 is not None:
+        _store_as_float16(proto, float16)
     with atomic_replace(path) as temporary:
         onnx.save(proto, temporary)
 

@@ -73,6 +73,25 @@ def film_vector(film: Film) -> Tensor:
     return torch.cat([vector.float() for pair in film.values() for vector in pair])
 
 
+class SupportGraph(nn.Module):
+    """Images (n, 3, s, s) and FiLM parameters (f,) -> features (n, d), and what the set encoder reads (n, 3, e, e).
+
+    Without a set encoder the images come back as they are.
+    """
+
+    def __init__(self, model: SimpleCNAPS) -> None:
+        super().__init__()
+        self.network = FilmedNetwork(model)
+        self.side = model.image_size if model.set_encoder is None else model.config.get("encoder_size")
+
+    def forward(self, images: Tensor, film: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run the network, and resize."""
+        small = images
+        if self.side is not None and self.side != images.shape[2]:
+            small = F.interpolate(images, (self.side, self.side), mode="bilinear", antialias=True)
+        return self.network(images, film), small
+
+
 class FilmParameters(nn.Module):
     """What the set encoder reads (n, 3, e, e), and features as pretrained (n, d), of a support set -> FiLM (f,).
 

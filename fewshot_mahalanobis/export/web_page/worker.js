@@ -1,23 +1,59 @@
-// Runs the graph beside the page, so that the page stays responsive. It is started from a blob: only then does the
-// page's Content-Security-Policy hold here too.
+// Runs graphs, and on a page that is taught the head, beside the page, so that the page stays responsive. It is started
+// from a blob: only then does the page's Content-Security-Policy hold here too.
 "use strict";
 
-let runtime, session, last = Promise.resolve();
+let runtime, head, last = Promise.resolve();
+const sessions = {}, heads = new Map(); // fitted heads by their numbers: the newest, and the one before
 
-async function start({script, wasm, graph}) {
-  runtime = await import(URL.createObjectURL(new Blob([script], {type: "text/javascript"})));
-  runtime.env.wasm.wasmBinary = wasm;
-  runtime.env.wasm.numThreads = 1; // more threads need headers that few web servers send
-  session = await runtime.InferenceSession.create(new Uint8Array(graph), {executionProviders: ["wasm"]});
-}
+const imported = code => import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
 
-async function classify({pixels, height, width}) {
-  const outputs = await session.run({pixels: new runtime.Tensor("uint8", pixels, [height, width, 3])});
-  return Object.fromEntries(session.outputNames.map(name => [name, Array.from(outputs[name].data, Number)]));
-}
+const jobs = {
+  /** Load the runtime, the head if there is one, and graphs by their names. */
+  async start({script, wasm, headCode, ...graphs}) {
+    runtime = await imported(script);
+    runtime.env.wasm.wasmBinary = wasm;
+    // Several threads need headers that few web servers send (COOP and COEP).
+    runtime.env.wasm.numThreads = crossOriginIsolated ? navigator.hardwareConcurrency : 1;
+    if (headCode) head = await imported(headCode);
+    for (const [name, graph] of Object.entries(graphs)) {
+      sessions[name] = await runtime.InferenceSession.create(new Uint8Array(graph), {executionProviders: ["wasm"]});
+    }
+  },
+
+  /** Run a graph on inputs, each a type, an array and a shape; its outputs as arrays. */
+  async run({graph, inputs}) {
+    const tensors = Object.entries(inputs).map(([name, tensor]) => [name, new runtime.Tensor(...tensor)]);
+    const outputs = await sessions[graph].run(Object.fromEntries(tensors));
+    return Object.fromEntries(sessions[graph].outputNames.map(name => [name, outputs[name].data]));
+  },
+
+  /** Fit the head to a support set; the accuracy on its examples, each left out in turn. */
+  async fit({number, support, options}) {
+    const {labels} = support, groups = support.groups ?? [...labels.keys()];
+    const fitted = head.FittedHead.fit(support, options);
+    heads.set(number, fitted);
+    for (const earlier of [...heads.keys()].slice(0, -2)) heads.delete(earlier);
+    const logits = head.leaveOneOutLogits(fitted.settings, support.features, labels, groups);
+    const counted = [...labels.keys()].filter(index => logits[index][labels[index]] > -Infinity);
+    const right = counted.filter(index => logits[index].every(logit => logit <= logits[index][labels[index]]));
+    const {settings, temperature, outliers} = fitted;
+    return {settings, temperature, outliers, right: right.length, counted: counted.length};
+  },
+
+  /** Take the head that a file has. */
+  async restore({number, support, fit}) {
+    heads.set(number, new head.FittedHead(support, fit));
+  },
+
+  /** A fitted head's answer to a picture's features. */
+  async decide({number, adapted, unadapted}) {
+    const {probabilities, unknown, label} = heads.get(number).predict(adapted, unadapted);
+    return {probabilities: [...probabilities], label: unknown ? probabilities.length : label};
+  },
+};
 
 // One message at a time: a session runs one picture after the other.
-onmessage = ({data, ports: [reply]}) => {
-  last = last.then(() => data.graph ? start(data) : classify(data)).then(
+onmessage = ({data: {job, ...message}, ports: [reply]}) => {
+  last = last.then(() => jobs[job](message)).then(
     result => reply.postMessage({result}), error => reply.postMessage({problem: String(error)}));
 };

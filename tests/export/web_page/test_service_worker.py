@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Error, Page, expect
 
 from fewshot_mahalanobis.export import web_page
+from fewshot_mahalanobis.export.web_page import page_files
 from tests.browser import chromium
 from tests.export.web_page.web_server import Site, served
 from tests.tiny import tiny_classifier
@@ -48,7 +49,7 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     for kind, (name, _) in web_page.RUNTIME.items():
         (runtime / name).write_text(f"export const {kind} = 0;")
         digests[kind] = name, base64.b64encode(hashlib.sha384((runtime / name).read_bytes()).digest()).decode()
-    monkeypatch.setattr(web_page, "RUNTIME", digests)
+    monkeypatch.setattr(page_files, "RUNTIME", digests)
     classifier = tiny_classifier()
 
     def write(folder: Path, title: str) -> None:

@@ -7,9 +7,7 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +20,8 @@ from typer.testing import CliRunner
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.export import web_page
-from fewshot_mahalanobis.export.web_page import RUNTIME, RUNTIME_VERSION
-from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
+from fewshot_mahalanobis.export.web_page import RUNTIME, RUNTIME_VERSION, page_files
+from tests.browser import NARROW, WIDE, contrast, drop, is_dark, keep, overflow, requests_of
 from tests.export.web_page.web_server import served
 from tests.tiny import SUPPORT_LABELS, adapting_model, drawn, tiny_model
 
@@ -38,24 +36,6 @@ def classifier() -> SimpleCNAPSClassifier:
         false_rejection_rate=0.3,
     )  # fmt: skip
     return classifier.fit(SUPPORT, SUPPORT_LABELS, groups=range(len(SUPPORT)))
-
-
-@pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runtime's files, of the version that pages name."""
-    if shutil.which("npm") is None:
-        pytest.skip("there is no npm on PATH, which has the files of ONNX Runtime Web: install Node.js")
-    folder = tmp_path_factory.mktemp("npm")
-    package = f"onnxruntime-web@{RUNTIME_VERSION}"
-    packed = subprocess.run(["npm", "pack", package], cwd=folder, capture_output=True, text=True, check=False)
-    if packed.returncode:
-        pytest.skip(f"npm has no {package} here: {packed.stderr.strip()[-200:]}")
-    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
-        for name, _ in RUNTIME.values():
-            file = archive.extractfile(f"package/dist/{name}")
-            assert file is not None
-            (folder / name).write_bytes(file.read())
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +73,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
-
-
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """A folder for a page, and its address."""
@@ -114,24 +88,8 @@ def public_server(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, _ in RUNTIME.values():
         shutil.copyfile(runtime / name, folder / name)
     with served(folder) as public:
-        monkeypatch.setattr(web_page, "RUNTIME_ADDRESS", public.address)
+        monkeypatch.setattr(page_files, "RUNTIME_ADDRESS", public.address)
         yield folder
-
-
-def drop(page: Page, files: Sequence[Path]) -> None:
-    """Drop files onto the page, as a visitor does with the mouse."""
-    contents = [(file.name, base64.b64encode(file.read_bytes()).decode()) for file in files]
-    page.evaluate(
-        """contents => {
-            const dataTransfer = new DataTransfer();
-            for (const [name, text] of contents) {
-                const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
-                dataTransfer.items.add(new File([bytes], name));
-            }
-            document.body.dispatchEvent(new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true}));
-        }""",
-        contents,
-    )
 
 
 def expect_readable(page: Page) -> None:
@@ -316,7 +274,7 @@ def any_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for kind, (name, _) in RUNTIME.items():
         (folder / name).write_text(kind)
         digests[kind] = name, base64.b64encode(hashlib.sha384(kind.encode()).digest()).decode()
-    monkeypatch.setattr(web_page, "RUNTIME", digests)
+    monkeypatch.setattr(page_files, "RUNTIME", digests)
     monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
     return folder
 

@@ -1,0 +1,55 @@
+// The network as graphs, which run in the worker: a picture and FiLM parameters in, features out. What the page that is
+// taught and the answering page that it makes have in common.
+"use strict";
+
+/** FiLM parameters that change nothing: gamma 1 and beta 0 of each position. */
+function identityFilm() {
+  return Float32Array.from(page.positions.flatMap(([, width]) => [...Array(width).fill(1), ...Array(width).fill(0)]));
+}
+
+/** Those that a file has. */
+function filmOf(tensors) {
+  if (!Object.keys(tensors).some(name => name.startsWith("film."))) return identityFilm();
+  return Float32Array.from(page.positions.flatMap(([position]) =>
+    [...numbersOf(tensors[`film.${position}.gamma`]), ...numbersOf(tensors[`film.${position}.beta`])]));
+}
+
+/** Features of a square, and what the set encoder reads of it. */
+function network(square, film) {
+  const images = Float32Array.from(square, value => value / 127.5 - 1);
+  const inputs = {images: ["float32", images, [1, 3, page.side, page.side]]};
+  if (page.positions.length) inputs.film = ["float32", film, [film.length]];
+  return ask({job: "run", graph: "features", inputs}, [images.buffer]);
+}
+
+/** The square (3, s, s) that the network reads of a picture. */
+async function squareOf(picture) {
+  const {pixels, height, width} = pixelsOf(picture, page.side);
+  const inputs = {pixels: ["uint8", pixels, [height, width, 3]]};
+  const {square} = await ask({job: "run", graph: "square", inputs}, [pixels.buffer]);
+  return Uint8Array.from(square, value => Math.round((value + 1) * 127.5));
+}
+
+/** The answer to a square by what was learned: the number of the head in the worker, FiLM parameters, and the support
+ *  set, whose unadapted features are null if the head compares none. `frozen`: those of the square, if they are known. */
+async function decide(square, {number, film, table}, frozen) {
+  const {features} = await network(square, film);
+  const unadapted = table.unadapted ? frozen ?? (await network(square, identityFilm())).features : features;
+  const [one, other] = [features, unadapted].map(values => Float64Array.from(values));
+  return ask({job: "decide", number, adapted: one, unadapted: other});
+}
+
+/** The support set that a file has: features, labels and groups. */
+function supportOf(tensors) {
+  const labels = integersOf(tensors.support_labels), n = labels.length;
+  const rowsOf = name => {
+    const numbers = Float64Array.from(numbersOf(tensors[name])), width = numbers.length / n;
+    return labels.map((_, index) => numbers.slice(index * width, (index + 1) * width));
+  };
+  return {
+    features: rowsOf("support_features"),
+    unadapted: tensors.unadapted_features ? rowsOf("unadapted_features") : null,
+    labels,
+    groups: tensors.support_groups ? integersOf(tensors.support_groups) : [...labels.keys()],
+  };
+}

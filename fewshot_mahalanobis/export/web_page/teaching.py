@@ -1,0 +1,88 @@
+"""A page that is taught in its visitor's browser: the whole method in a folder of files for any web server.
+
+The network is in graphs that are made once for a checkpoint (:mod:`~fewshot_mahalanobis.export.network`), the head in
+``head.mjs``. A saved classifier is in the folder too: the one from which the page goes on, or one of noise, as a model
+of the files that the page writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fewshot_mahalanobis.export.graph import save_onnx
+from fewshot_mahalanobis.export.network import FilmParameters, SupportGraph, film_vector
+from fewshot_mahalanobis.export.pixels import PixelsToSquare
+from fewshot_mahalanobis.export.web_page.page_files import Page, page_folder, runtime_files, write_page
+from fewshot_mahalanobis.networks.film import Film
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+
+_LARGE = {"square": "square.onnx", "features": "features.onnx", "classifier": "classifier.safetensors"}
+_SCRIPTS = ("teach.js", "store.js", "answering_page.js", "app.js", "head.mjs")
+
+
+def write_teaching_page(
+    folder: str | os.PathLike[str],
+    model: SimpleCNAPS,
+    save: Callable[[Path], None],
+    *,
+    goes_on: bool,
+    title: str,
+    runtime: str | os.PathLike[str] | None,
+) -> None:
+    """Write the page's files into a folder, which is made if it is absent; they replace those of an earlier page.
+
+    Parameters
+    ----------
+    folder : path
+    model : SimpleCNAPS
+    save : callable
+        Writes a classifier on this model to a path.
+    goes_on : bool
+        Whether the page begins with that classifier's classes, and keeps its adaptation.
+    title : str
+    runtime : path, optional
+        As for ``export_page``.
+
+    Raises
+    ------
+    ValueError
+        As ``export_page``, or the model's FiLM parameters have no graph.
+    """
+    positions = dict(model.feature_extractor.film_positions) if model.film_generator is not None else {}
+    with page_folder(folder) as temporary:
+        copied = None if runtime is None else runtime_files(Path(runtime))
+        large = dict(_LARGE)
+        _write_graphs(temporary, model, adapts=bool(positions))
+        if positions:
+            large["film"] = "film.onnx"
+        save(temporary / _LARGE["classifier"])
+        description = {"side": model.image_size, "positions": [*positions.items()], "goes_on": goes_on}
+        templates = {"index.html": ("teach.html", {"title": title}), "answers.html": ("index.html", dict[str, str]())}
+        write_page(temporary, Page(title, templates, _SCRIPTS, large, description, copied))
+
+
+def _write_graphs(folder: Path, model: SimpleCNAPS, *, adapts: bool) -> None:
+    side, vary = model.image_size, torch.export.Dim
+    sides = {0: vary("h", min=2), 1: vary("w", min=2), 2: vary("c", min=3, max=4)}
+    pixels = torch.zeros(2 * side + 1, 2 * side + 3, 4, dtype=torch.uint8)
+    save_onnx(PixelsToSquare(side).eval(), {"pixels": (pixels, sides)}, ["square"], folder / _LARGE["square"])
+
+    network = SupportGraph(model).cpu().eval()
+    inputs = {"images": (torch.zeros(1, 3, side, side), dict[int, object]())}
+    film = film_vector(Film.identity(model.feature_extractor.film_positions)) if adapts else None
+    if film is not None:
+        inputs["film"] = film, {}
+    outputs = ["features", "small"]
+    save_onnx(network, inputs, outputs, folder / _LARGE["features"], float16="network.")
+    if film is None:
+        return
+    with torch.no_grad():
+        features, small = (
+            example.repeat(3, *[1] * (example.ndim - 1)) for example in network(inputs["images"][0], film)
+        )
+    examples = {"images": (small, {0: vary.DYNAMIC}), "features": (features, {0: vary.DYNAMIC})}
+    save_onnx(FilmParameters(model).cpu().eval(), examples, ["film"], folder / "film.onnx", float16="film_generator.")

@@ -1,0 +1,383 @@
+"""The page that is taught in its visitor's browser: it learns what Python learns, and its files go both ways."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, BrowserContext, Page, expect
+from typer.testing import CliRunner
+
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.apps.teaching import export_teaching_page
+from tests.browser import NARROW, WIDE, contrast, drop, is_dark, keep, overflow, requests_of
+from tests.export.web_page.web_server import served
+from tests.tiny import LABELS, adapting_model, drawn, pictures, tiny_classifier, tiny_model
+
+TIMEOUT = 120_000  # milliseconds
+NAMES = ["red", "green", "blue"]
+HOSTILE = "<img src=x onerror=\"document.title='taken over'\">"
+
+
+@pytest.fixture(scope="module")
+def model() -> SimpleCNAPS:
+    return load_checkpoint("default").at_size(64)
+
+
+@pytest.fixture(scope="module")
+def folder(model: SimpleCNAPS, runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("onnxscript")
+    folder = tmp_path_factory.mktemp("teach") / "site"
+    export_teaching_page(folder, model, title="Teach & <ask>", runtime=runtime)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with served(folder) as site:
+        yield site.address
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    context = browser.new_context(viewport=WIDE)
+    yield context
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def support(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """Five pictures of each class, of the size that the network reads."""
+    return {name: saved(drawn([name] * 5, seed), tmp_path_factory.mktemp(name)) for seed, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def queries(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return saved([*drawn(NAMES * 3, 7), *pictures(2, 1)], tmp_path_factory.mktemp("queries"))
+
+
+def saved(images: Any, folder: Path) -> list[Path]:
+    paths = []
+    for index, image in enumerate(images):
+        Image.fromarray(image).resize((64, 64), Image.Resampling.NEAREST).save(folder / f"{folder.name}{index}.png")
+        paths.append(folder / f"{folder.name}{index}.png")
+    return paths
+
+
+def open_page(context: BrowserContext, address: str) -> Page:
+    page = context.new_page()
+    page.on("pageerror", lambda error: pytest.fail(f"an error on the page: {error}"))
+    page.goto(address)
+    expect(page.locator("#status")).to_contain_text("Ready.", timeout=TIMEOUT)
+    return page
+
+
+def teach(page: Page, support: dict[str, list[Path]]) -> None:
+    """Name classes by the keyboard, and drop their pictures."""
+    for name, files in support.items():
+        page.locator("#name").fill(name)
+        page.locator("#name").press("Enter")
+        expect(page.locator(".class h3").last).to_have_text(name)
+        drop(page, files, ".class:last-child")
+        expect(page.locator(".class:last-child .taught li")).to_have_count(len(files), timeout=TIMEOUT)
+    learned(page)
+
+
+def learned(page: Page) -> None:
+    """Wait until the page has learned from its pictures and answered."""
+    until(page, "learning === null && learned !== null")
+
+
+def until(page: Page, condition: str) -> None:
+    """Wait for a condition; the page's own policy forbids ``wait_for_function``."""
+    deadline = time.monotonic() + TIMEOUT / 1000
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, f"{condition}: {page.locator('#status').text_content()}"
+        page.wait_for_timeout(50)
+
+
+def ask(page: Page, files: list[Path]) -> None:
+    drop(page, files)
+    expect(page.locator("#answers > li")).to_have_count(len(files), timeout=TIMEOUT)
+    until(page, "queries().every(query => query.answer)")
+
+
+def answers(page: Page) -> dict[str, tuple[str, list[float]]]:
+    """Label and probabilities of each picture, by the names of their files."""
+    found = page.evaluate("queries().map(one => [one.name, one.answer.probabilities])")
+    shown = {
+        card.locator(".name").text_content(): card.locator(".label").text_content()
+        for card in page.locator("#answers > li").all()
+    }
+    return {name: (shown[name], probabilities) for name, probabilities in found}
+
+
+def save(page: Page, path: Path) -> Path:
+    with page.expect_download() as download:
+        page.locator("#save").click()
+    download.value.save_as(path)
+    return path
+
+
+def assert_same(page: Page, classifier: SimpleCNAPSClassifier, queries: list[Path]) -> None:
+    expected, found = classifier.predict_all(queries), answers(page)
+    assert {path.name for path in queries} == found.keys()
+    for path, label, probabilities in zip(queries, expected.labels, expected.probabilities, strict=True):
+        assert found[path.name][0] == label
+        assert np.abs(np.array(found[path.name][1]) - probabilities).max() < 0.02
+
+
+def test_it_learns_what_python_learns_and_keeps_it_without_a_network(
+    context: BrowserContext,
+    address: str,
+    model: SimpleCNAPS,
+    support: dict[str, list[Path]],
+    queries: list[Path],
+    tmp_path: Path,
+) -> None:
+    page = open_page(context, address)
+    asked = requests_of(page)
+    assert page.title() == page.locator("h1").text_content() == "Teach & <ask>"
+    teach(page, support)
+    ask(page, queries)
+    files, labels = (
+        [path for of_class in support.values() for path in of_class],
+        [name for name, of_class in support.items() for _ in of_class],
+    )
+    rejection = {"unknown_label": "unknown", "false_rejection_rate": 1 / 16}
+    classifier = SimpleCNAPSClassifier(model, device="cpu", precision="float32", **rejection).fit(
+        files, labels, groups=range(len(files))
+    )
+    assert {"unknown", *NAMES} >= set(classifier.predict(queries)) > {"unknown"}
+    assert_same(page, classifier, queries)
+    settings, wanted = page.evaluate("learned.fitted.settings"), classifier.fitted_head_.settled.settings
+    assert settings["beta"] == pytest.approx(wanted.beta, rel=0.01)
+    assert (settings["power"], settings["shared"]) == (wanted.power, wanted.shared)
+    summary = classifier.summary()
+    expect(page.locator("#figure")).to_contain_text(f"{summary.right} of {summary.counted} pictures are recognised")
+
+    loaded = SimpleCNAPSClassifier.load(save(page, tmp_path / "taught.safetensors"))
+    assert_same(page, loaded, queries)
+    assert loaded.summary().right == summary.right
+    assert all(one.startswith((address, "blob:", "data:")) for one in asked)
+
+    # The next visit, without a network.
+    expect(page.locator("#offline")).to_have_text("It also works without a network.")
+    before = answers(page)
+    context.set_offline(True)
+    page.reload()
+    learned(page)
+    after = answers(page)
+    assert {name: label for name, (label, _) in after.items()} == {name: label for name, (label, _) in before.items()}
+    for name, (_, probabilities) in before.items():
+        assert after[name][1] == pytest.approx(probabilities, abs=1e-6)
+
+    # Without a class, and without a picture.
+    page.get_by_role("button", name="Remove the class red").press("Enter")
+    expect(page.locator(".class")).to_have_count(2)
+    page.locator(".taught button").first.click()
+    expect(page.locator(".taught li")).to_have_count(9)
+    learned(page)
+    assert {len(probabilities) for _, probabilities in answers(page).values()} == {2}
+    assert page.evaluate("learned.labels") == ["blue", "green"]
+
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.locator("#forget").click()
+    expect(page.locator("#status")).to_have_text("Everything is removed.", timeout=TIMEOUT)
+    page.reload()
+    expect(page.locator("#status")).to_have_text("Ready.", timeout=TIMEOUT)
+    assert page.locator(".class").count() == 0
+
+
+def test_a_dropped_file_is_gone_on_from_as_partial_fit_does(
+    context: BrowserContext, address: str, model: SimpleCNAPS, support: dict[str, list[Path]], queries: list[Path],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    first = {name: support[name] for name in ("red", "green")}
+    files, labels = [*first["red"], *first["green"]], ["red"] * 5 + ["green"] * 5
+    classifier = SimpleCNAPSClassifier(
+        model, device="cpu", precision="float32", unknown_label="none", temperature="auto", false_rejection_rate=0.2
+    ).fit(files, labels, groups=range(10))
+    classifier.save(tmp_path / "first.safetensors")
+    page = open_page(context, address)
+    drop(page, [tmp_path / "first.safetensors"])
+    expect(page.locator(".class")).to_have_count(2)
+    teach(page, {"blue": support["blue"]})
+    ask(page, queries)
+    classifier.partial_fit(support["blue"], ["blue"] * 5, groups=range(10, 15))
+    assert_same(page, classifier, queries)
+    assert_same(page, SimpleCNAPSClassifier.load(save(page, tmp_path / "more.safetensors")), queries)
+
+    # What is no such file changes nothing.
+    (tmp_path / "broken.safetensors").write_bytes((tmp_path / "first.safetensors").read_bytes()[:1000])
+    tiny_classifier().save(tmp_path / "other.safetensors")
+    for name, reason in (("broken", "it is damaged"), ("other", "made with another checkpoint")):
+        drop(page, [tmp_path / f"{name}.safetensors"])
+        expect(page.locator("#status")).to_contain_text(reason, timeout=TIMEOUT)
+        assert page.evaluate("learned.labels") == ["blue", "green", "red"]
+
+
+def test_the_page_that_it_makes_answers_as_it_does(
+    context: BrowserContext, address: str, support: dict[str, list[Path]], queries: list[Path], tmp_path: Path
+) -> None:
+    page = open_page(context, address)
+    teach(page, support)
+    ask(page, queries)
+    page.once("dialog", lambda dialog: dialog.accept("Red & <blue>"))
+    with page.expect_download(timeout=TIMEOUT) as download:
+        page.locator("#save-page").click()
+    with zipfile.ZipFile(download.value.path()) as archive:
+        assert archive.testzip() is None
+        archive.extractall(tmp_path / "site")
+    described = json.loads((tmp_path / "site" / "page.json").read_text())
+    assert described["files"] == sorted(path.name for path in (tmp_path / "site").iterdir())
+    assert json.loads((tmp_path / "site" / "manifest.json").read_text())["name"] == "Red & <blue>"
+    expected = answers(page)
+    with served(tmp_path / "site") as site:
+        other = open_page(context, site.address)
+        assert other.title() == other.locator("h1").text_content() == "Red & <blue>"
+        assert "these 3 classes apart: blue, green, red" in other.locator("main").text_content()
+        expect(other.locator("#offline")).to_have_text("It also works without a network.")
+        context.set_offline(True)
+        other.reload()
+        drop(other, queries)
+        expect(other.locator("#status")).to_contain_text(f"{len(queries)} pictures: ", timeout=TIMEOUT)
+        for card in other.locator(".answer").all():
+            label, probabilities = expected[card.locator(".name").text_content()]
+            assert card.locator(".label").text_content() == label
+            if label != "unknown":
+                assert f"{max(probabilities):.0%}" in card.locator(".text").text_content()
+
+
+def test_a_page_made_with_a_classifier_begins_with_its_classes_until_they_are_removed(
+    context: BrowserContext, folder: Path, queries: list[Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "site")
+    description = json.loads((folder / "page.json").read_text())
+    (tmp_path / "site" / "page.json").write_text(json.dumps({**description, "goes_on": True}))
+    with served(tmp_path / "site") as site:
+        page = open_page(context, site.address)
+        learned(page)
+        assert page.locator(".class h3").all_text_contents() == ["a", "b"]
+        assert page.locator(".class .remove:visible").count() == 0
+        ask(page, queries[:1])
+        classifier = SimpleCNAPSClassifier.load(folder / "classifier.safetensors")
+        assert answers(page)[queries[0].name][0] == classifier.predict(queries[:1])[0]
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.locator("#forget").click()
+        expect(page.locator("#status")).to_have_text("Everything is removed.", timeout=TIMEOUT)
+        page.reload()
+        expect(page.locator("#status")).to_have_text("Ready.", timeout=TIMEOUT)
+        assert page.locator(".class").count() == 0
+
+
+def test_a_class_that_is_named_while_the_page_loads_is_there(context: BrowserContext, address: str) -> None:
+    page = context.new_page()
+    page.goto(address)
+    page.locator("#name").fill("early")
+    page.locator("#name").press("Enter")
+    expect(page.locator(".class h3")).to_have_text("early", timeout=TIMEOUT)
+    page.reload()
+    expect(page.locator(".class h3")).to_have_text("early", timeout=TIMEOUT)
+
+
+def test_names_of_classes_and_files_are_text(
+    context: BrowserContext, address: str, support: dict[str, list[Path]], tmp_path: Path
+) -> None:
+    hostile = tmp_path / "<img onerror='document.title=1'>.png"
+    hostile.write_bytes(support["red"][0].read_bytes())
+    (tmp_path / "no picture.png").write_bytes(b"none")
+    page = open_page(context, address)
+    teach(page, {HOSTILE: [hostile, support["red"][1]], "other": support["blue"][:2]})
+    ask(page, [hostile])
+    assert page.locator(".class h3").first.text_content() == HOSTILE
+    assert page.locator("main img").count() == 0
+    assert page.title() == "Teach & <ask>"
+    drop(page, [tmp_path / "no picture.png"])
+    expect(page.locator("#status")).to_contain_text("Not opened as a picture: no picture.png")
+    for name, reason in ((" ", "a name first"), ("Other", "“other” already"), ("Unknown", "choose another name")):
+        page.locator("#name").fill(name)
+        page.locator("#name").press("Enter")
+        expect(page.locator("#status")).to_contain_text(reason)
+    assert page.locator(".class").count() == 2
+
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.set_viewport_size(WIDE)
+        assert is_dark(page) == (scheme == "dark")
+        for place in (
+            "h1",
+            "#status",
+            ".button",
+            ".remove",
+            ".count",
+            ".label",
+            ".text",
+            "#figure",
+            "#name",
+            "footer p",
+        ):
+            assert contrast(page, f"{place}:visible") >= 4.5, place
+        keep(page, f"teaching-page-{scheme}", full_page=True)
+        page.set_viewport_size(NARROW)
+        assert overflow(page) <= 0
+        keep(page, f"teaching-page-{scheme}-narrow", full_page=True)
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def test_the_command_writes_a_page_that_goes_on_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def write(folder: Path, model: SimpleCNAPS, save: Any, **options: Any) -> None:
+        folder.mkdir()
+        save(folder / "classifier.safetensors")
+        written.append(options)
+
+    monkeypatch.setattr("fewshot_mahalanobis.apps.teaching.write_teaching_page", write)
+    file = str(tmp_path / "m.safetensors")
+    SimpleCNAPSClassifier(adapting_model(), device="cpu").fit(pictures(8, 1), LABELS).save(file)
+    result = CliRunner().invoke(app, ["page", "--teach", "-o", str(tmp_path / "a"), "--model", file])
+    assert result.exit_code == 0, result.output
+    assert written == [{"goes_on": True, "title": "Teach a picture classifier", "runtime": None}]
+    assert SimpleCNAPSClassifier.load(tmp_path / "a" / "classifier.safetensors").classes_.tolist() == sorted({*LABELS})
+    for arguments in (["--teach", file], [], ["--model", file]):
+        result = CliRunner().invoke(app, ["page", "-o", str(tmp_path / "b"), *arguments])
+        assert result.exit_code == 1
+        assert "--model" in result.output
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_description_names_what_film_follows(folder: Path, model: SimpleCNAPS) -> None:
+    page = json.loads((folder / "page.json").read_text())
+    assert dict(page["positions"]) == model.feature_extractor.film_positions
+    assert page["side"] == 64
+    assert not page["goes_on"]
+    assert {path.name for path in folder.iterdir()} == set(page["files"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "labels", "message"),
+    [
+        ({"head": "cosine"}, ["a", "b"] * 4, 'head="auto"'),
+        ({}, [1, 2] * 4, "not numbers such as 1"),
+        ({"priors": {"a": 0.9, "b": 0.1}}, ["a", "b"] * 4, "fit without priors"),
+    ],
+)
+def test_a_classifier_that_the_page_cannot_go_on_from_is_refused(
+    arguments: dict[str, Any], labels: list[Any], message: str, tmp_path: Path
+) -> None:
+    classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu", **arguments).fit(pictures(8, 1), labels)
+    with pytest.raises(ValueError, match=message):
+        export_teaching_page(tmp_path / "site", classifier)
+    assert not (tmp_path / "site").exists()
