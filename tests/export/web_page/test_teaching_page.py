@@ -333,6 +333,43 @@ def test_names_of_classes_and_files_are_text(
         keep(page, f"teaching-page-{scheme}-narrow", full_page=True)
 
 
+def test_several_threads_where_the_server_allows_them_find_the_same(
+    context: BrowserContext, address: str, folder: Path
+) -> None:
+    features = """async () => {
+        const square = Uint8Array.from({length: 3 * page.side * page.side}, (_, index) => 37 * index % 256);
+        return [crossOriginIsolated, [...(await network(square, identityFilm())).features]];
+    }"""
+    isolated, alone = open_page(context, address).evaluate(features)
+    assert not isolated
+    with served(folder) as site:
+        site.isolated = True
+        isolated, together = open_page(context, site.address).evaluate(features)
+    assert isolated
+    assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)
+
+
+def test_the_cameras_frames_are_answered_and_kept_in_a_class(
+    context: BrowserContext, address: str, support: dict[str, list[Path]]
+) -> None:
+    context.add_init_script(
+        """navigator.mediaDevices.getUserMedia = async () => {
+            const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
+            setInterval(() => { context.fillStyle = "rgb(210, 50, 50)"; context.fillRect(0, 0, 300, 150); }, 20);
+            return canvas.captureStream();
+        };"""
+    )
+    page = open_page(context, address)
+    teach(page, {name: support[name][:1] for name in ("red", "blue")})
+    page.locator("#camera").click()
+    expect(page.locator("#live .label")).to_have_text("red", timeout=TIMEOUT)
+    page.locator("#target").select_option(label="blue")
+    page.locator("#keep").click()
+    expect(page.locator(".class:last-child .count")).to_have_text("2 pictures", timeout=TIMEOUT)
+    page.locator("#stop").click()
+    expect(page.locator("#live")).to_be_hidden()
+
+
 # ---------------------------------------------------------------------- the folder
 
 

@@ -20,6 +20,7 @@ class Site:
     redirects: dict[str, str] = field(default_factory=dict)  # path -> path
     everything: str | int | None = None  # every path gets this file, or this status
     offline: bool = False
+    isolated: bool = False  # whether pages may have several threads
     answers: list[tuple[str, int]] = field(default_factory=list)  # path and status, in their order
 
 
@@ -49,6 +50,9 @@ def served(folder: Path) -> Iterator[Site]:
 
         def end_headers(self) -> None:
             self.send_header("Access-Control-Allow-Origin", "*")
+            if site.isolated:
+                self.send_header("Cross-Origin-Opener-Policy", "same-origin")
+                self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
             super().end_headers()
 
         def log_request(self, code: Any = "-", size: Any = "-") -> None:
