@@ -15,7 +15,7 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks import __main__ as command
-from benchmarks import calibration, plain, scaling, startup, timing
+from benchmarks import calibration, plain, scaling, startup, timing, which_next
 from benchmarks.feature_peers import in_support_span, lda_scores
 from benchmarks.feature_tasks import Features, measure
 from benchmarks.record import Record, Table
@@ -166,6 +166,20 @@ def test_episodes_are_measured_in_blocks_and_more_of_them_later(tmp_path: Path) 
     assert measured(30) == {"index": [float(i) for i in range(30)]}
     assert extractor.episodes == 30
     assert measured(10) == {"index": [float(i) for i in range(10)]}
+
+
+def test_a_pool_to_choose_from_has_unequal_classes_and_strangers_and_nothing_twice() -> None:
+    labels = np.repeat(np.arange(12), 100)
+    task = which_next.draw(labels, np.random.default_rng(0), way=8, shot=5, tests=15)
+    rows = np.concatenate([task.support, task.pool, task.test])
+    assert len(set(rows)) == len(rows)
+    known = task.labels[task.pool]
+    counts = np.bincount(known[known >= 0], minlength=8)
+    assert (np.diff(counts) < 0).all()
+    assert (known < 0).mean() == pytest.approx(which_next.STRANGERS, abs=0.01)
+    assert len(known) == pytest.approx(which_next.POOL, abs=10)
+    for part, each in ((task.support, 5), (task.test, 15)):
+        assert np.bincount(task.labels[part]).tolist() == [each] * 8
 
 
 def test_the_calibration_error_is_that_of_its_definition() -> None:

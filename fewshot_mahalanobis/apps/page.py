@@ -131,7 +131,7 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
                     earlier = gr.Button("Earlier pictures", elem_id="earlier", min_width=100)
                 clear = gr.Button("Clear the answers", visible=False, elem_id="clear")
         with gr.Column(visible=False, elem_id="review") as review:
-            gr.Markdown("## Teach it what it is least sure of")
+            gr.Markdown("## Teach it what helps most")
             doubt = gr.HTML(elem_id="doubt", padding=False)
             with gr.Row():
                 truth = gr.Dropdown([], label="What is it?", allow_custom_value=True, elem_id="truth", scale=3)
@@ -463,7 +463,7 @@ def _doubt(answer: Answer) -> str:
     best = sorted(answer.probabilities.items(), key=lambda item: -item[1])[:2]
     text = " or ".join(f"{escape(name)} ({p:.0%})" for name, p in best)
     return (
-        f'<div class="doubt">{_picture(answer.picture, "what it is least sure of")}'
+        f'<div class="doubt">{_picture(answer.picture, "whose class would help most")}'
         f'<div class="said">It says {text}. Say what it is, and it learns from the picture.</div></div>'
     )
 

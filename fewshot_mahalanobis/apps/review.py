@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fewshot_mahalanobis.apps.active_learning import most_useful
+from fewshot_mahalanobis.apps.active_learning import density, most_useful, typicality
 from fewshot_mahalanobis.apps.labelling import UnreadableImages, image_batches
 from fewshot_mahalanobis.apps.session import UNKNOWN, checked_name, labels_like
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
@@ -146,8 +146,10 @@ class Review:
         fresh = [picture for picture in without if picture not in passed]
         if not fresh:
             return next((picture for picture in self._passed if picture not in self.labels), None)
-        best = most_useful(self._probabilities[fresh], self._features.adapted[fresh].cpu().numpy(), 1)
-        return fresh[int(best[0])]
+        nothing = [picture for picture, label in self.labels.items() if label == self.none]
+        known = np.concatenate([self.classifier.fitted_head_.support.adapted.cpu().numpy(), self._adapted[nothing]])
+        typical = typicality(self._adapted[fresh], self._densities[fresh], known)
+        return fresh[most_useful(self._probabilities[fresh], typical)]
 
     # ---------------------------------------------------------------- answering
 
@@ -205,6 +207,8 @@ class Review:
             raise UnreadableImages(f"none of the {len(paths)} files can be read", self.problems)
         self._features = Features.joined(features)
         self._rows = self._features.rows()
+        self._adapted = self._features.adapted.cpu().numpy()
+        self._densities = density(self._adapted)
 
     def _checked(self, label: str) -> str:
         if folded(label) in (folded(self.none), UNKNOWN):

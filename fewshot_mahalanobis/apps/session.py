@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fewshot_mahalanobis.apps.active_learning import most_useful
+from fewshot_mahalanobis.apps.active_learning import density, most_useful, typicality
 from fewshot_mahalanobis.apps.example import photographs
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches
@@ -281,12 +281,13 @@ class Session:
 
     def most_useful_query(self) -> int | None:
         """Index of the query whose label would teach most; None if there is no answer or all were passed over."""
-        if not self.answers:
+        free = [index for index, query in enumerate(self.queries) if query not in self._passed]
+        if self.classifier is None or not free:
             return None
-        probabilities = np.array([[*answer.probabilities.values()] for answer in self.answers])
+        probabilities = np.array([[*answer.probabilities.values()] for answer in self.answers])[free]
         features = np.stack([answer.features for answer in self.answers])
-        order = most_useful(probabilities, features, 1 + len(self._passed))
-        return next((int(index) for index in order if self.queries[index] not in self._passed), None)
+        known = self.classifier.fitted_head_.support.adapted.cpu().numpy()
+        return free[most_useful(probabilities, typicality(features[free], density(features)[free], known))]
 
     def label_query(self, index: int, name: str) -> None:
         """Add a query to a class, a new one or a known one; it is no query any more.

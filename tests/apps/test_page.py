@@ -199,7 +199,7 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
         expect_readable(page)
         keep(page, "app-narrow", full_page=True)
 
-        # The picture it is least sure of is labelled; then one picture and one class are removed.
+        # The picture whose label helps most is labelled; then one picture and one class are removed.
         page.locator("#truth input").fill("one")
         page.locator("#learn").click()
         expect(classes).to_contain_text("one 1")

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis.apps.active_learning import density, most_useful, typicality
 from fewshot_mahalanobis.apps.review import Review
 from fewshot_mahalanobis.images.folders import read_labels
 from tests.tiny import SUPPORT_LABELS, TinyExtractor, drawn, pictures, tiny_model
@@ -234,6 +235,18 @@ def test_classes_are_counted_by_answers(paths: list[Path], tmp_path: Path) -> No
     assert review.classes()["purple"] >= 3
     assert review.classes()["unknown"] == 1
     assert sum(review.classes().values()) == len(paths)
+
+
+def test_the_most_useful_picture_is_asked_about_and_one_like_those_of_no_class_is_not(tmp_path: Path) -> None:
+    start = coloured_classifier()
+    review = Review(start, write_pictures(tmp_path / "new", ["red", "blue", "green"] * 4), tmp_path / "checked.csv")
+    review.label([0, 1], review.none)
+    review.label([2], "purple")
+    free, features = [*range(3, 12)], start.transform(review.paths)
+    known = np.concatenate([review.classifier.fitted_head_.support.adapted.numpy(), features[:2]])
+    typical = typicality(features[free], density(features)[free], known)
+    assert len(known) == len(SUPPORT_LABELS) + 3
+    assert review.next_picture() == free[most_useful(review.classifier.predict_proba(review.paths)[free], typical)]
 
 
 def test_pictures_that_were_passed_over_come_last_and_all_come(paths: list[Path], tmp_path: Path) -> None:

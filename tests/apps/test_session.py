@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
+from fewshot_mahalanobis.apps.active_learning import density, most_useful, typicality
 from fewshot_mahalanobis.apps.session import UNKNOWN, Session
 from tests.tiny import LABELS, TinyExtractor, pictures, tiny_classifier, tiny_model
 
@@ -199,13 +200,13 @@ def test_queries_wait_for_two_classes_and_are_answered_anew_after_each_change(fi
     assert (session.queries, session.answers, session.most_useful_query()) == ([], [], None)
 
 
-def test_the_query_most_in_doubt_is_offered_and_its_label_learned(files: dict[str, list[str]]) -> None:
+def test_the_most_useful_query_is_offered_and_its_label_learned(files: dict[str, list[str]]) -> None:
     start = tiny_classifier()
     session = Session(start)
     queries = [file for group in files.values() for file in group]
     session.ask(queries)
-    margins = np.sort(start.predict_proba(queries), axis=1)
-    expected = int((margins[:, -1] - margins[:, -2]).argmin())
+    features, support = start.transform(queries), start.fitted_head_.support.adapted.numpy()
+    expected = most_useful(start.predict_proba(queries), typicality(features, density(features), support))
     assert session.most_useful_query() == expected
     session.pass_over(expected)
     second = session.most_useful_query()
