@@ -73,6 +73,7 @@ class FoldedConv(nn.Module):
         weight = weight.to(dtype or weight.dtype, memory_format=torch.channels_last)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
+        self._for_onednn: tuple[torch.Size, Tensor] | None = None
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         """Maps (n, C_in, h, w), and maps to be added (n, C, h', w') -> maps (n, C, h', w')."""
@@ -80,8 +81,8 @@ class FoldedConv(nn.Module):
         if self.pads_by_size:
             weight = weight[:, :, x.shape[2] % 2 :, x.shape[3] % 2 :]
         name, numbers, activate = _ACTIVATIONS[self.activation]
-        if (name != "none" if shortcut is None else name != "hardtanh") and _fuses(x):  # with a sum oneDNN has no ReLU6
-            settings = weight, self.bias, self.padding, self.stride, (1, 1), self.groups
+        if (shortcut is None or name != "hardtanh") and _fuses(x):  # with a sum oneDNN has no ReLU6
+            settings = self._weight_for_onednn(x, weight), self.bias, self.padding, self.stride, (1, 1), self.groups
             if shortcut is None:
                 return torch.ops.mkldnn._convolution_pointwise(x, *settings, name, numbers, "")
             unary = None if name == "none" else name
@@ -91,6 +92,27 @@ class FoldedConv(nn.Module):
         y = F.conv2d(x, weight, self.bias, self.stride, self.padding, 1, self.groups)
         return activate(y if shortcut is None else y.add_(shortcut))
 
+    def _weight_for_onednn(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The weight in the order in which oneDNN's kernel for maps of this size reads it.
+
+        Without it each call would bring the weight into that order, which takes a third of a call with one image. A
+        kernel for other sizes may want another order, and is up to 25 times as slow with this one.
+        """
+        known, size = self._for_onednn, x.shape[2:]
+        if known is None or known[0] != size:
+            reordered = torch.ops.mkldnn._reorder_convolution_weight(
+                weight, self.padding, self.stride, (1, 1), self.groups, x.shape
+            )
+            self._for_onednn = known = size, reordered
+        return known[1]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._for_onednn = None
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_for_onednn": None}  # such a tensor can be neither copied nor pickled
+
 
 def _fuses(x: Tensor) -> bool:
     """Whether oneDNN can do convolution, sum and activation in one pass over the maps, by what ``torch.compile`` calls.
@@ -98,6 +120,8 @@ def _fuses(x: Tensor) -> bool:
     No gradient passes that, and no exported graph has it.
     """
     if x.device.type != "cpu" or x.requires_grad or type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    if torch.is_autocast_enabled("cpu"):  # which knows nothing of this operation
         return False
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_convolution_pointwise"):
         return False

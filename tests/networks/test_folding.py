@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -54,3 +56,62 @@ def test_folding_needs_no_timm():
         "assert 'timm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def folded(*, activation: str = "none") -> FoldedConv:
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(16, 24, 1, bias=False), nn.BatchNorm2d(24).eval()
+    return FoldedConv(conv, norm, activation=activation)
+
+
+def maps(count: int, side: int = 7, channels: int = 16) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(1)
+    return torch.randn(count, channels, side, side, generator=rng).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+@torch.no_grad()
+def test_a_convolution_of_1x1_without_activation_takes_onednn_on_one_thread():
+    """PyTorch by itself takes another one there for fewer than 16 images, with other bits."""
+    threads, convolution, x = torch.get_num_threads(), folded(), maps(2)
+    torch.set_num_threads(1)
+    try:
+        with torch.profiler.profile() as profile:
+            convolution(x)
+    finally:
+        torch.set_num_threads(threads)
+    names = {event.name for event in profile.events()}
+    assert "mkldnn::_convolution_pointwise" in names
+    assert not any("slow_conv2d" in name for name in names)
+
+
+@torch.no_grad()
+def test_one_convolution_reads_maps_of_several_sizes():
+    convolution = folded(activation="relu")
+    for side in (7, 15, 7, 8):
+        x = maps(2, side)
+        wanted = nn.functional.conv2d(x, convolution.weight, convolution.bias).relu()
+        torch.testing.assert_close(convolution(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_convolution_that_moved_computes_with_its_new_weights():
+    convolution, x = folded(), maps(2)
+    convolution(x)
+    convolution.double().float().apply(lambda module: module.weight.mul_(2))
+    wanted = nn.functional.conv2d(x, convolution.weight, convolution.bias)
+    torch.testing.assert_close(convolution(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_folded_convolution_obeys_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert folded()(maps(2)).dtype == folded()(maps(2).bfloat16()).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_a_convolution_that_has_run_can_be_copied_and_pickled():
+    convolution, x = folded(), maps(2)
+    wanted = convolution(x)
+    for other in (copy.deepcopy(convolution), pickle.loads(pickle.dumps(convolution))):
+        assert torch.equal(other(x), wanted)

@@ -1,0 +1,62 @@
+"""The features of a picture, bit for bit, whatever else is computed at the time."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewshot_mahalanobis import load_checkpoint
+from fewshot_mahalanobis.networks.task import AdaptedNetwork
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+
+SIZE = 40
+
+
+@functools.cache
+def network(checkpoint: str) -> AdaptedNetwork:
+    return AdaptedNetwork(load_checkpoint(checkpoint).at_size(SIZE).feature_extractor)
+
+
+@functools.cache
+def images() -> Tensor:
+    return torch.rand(70, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+@functools.cache
+def one_by_one(checkpoint: str) -> Tensor:
+    return torch.cat([network(checkpoint).features(image[None]) for image in images()])
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> None:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("checkpoint", ["efficientnet-lite0", "resnet18"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 16, 64])
+def test_features_have_the_same_bits_for_any_batch_and_number_of_threads(checkpoint, threads, batch_size):
+    torch.set_num_threads(threads)
+    assert torch.equal(network(checkpoint).features(images(), batch_size), one_by_one(checkpoint))
+
+
+@pytest.mark.parametrize("checkpoint", ["efficientnet-lite0", "resnet18"])
+def test_features_have_the_same_bits_in_any_order_and_company(checkpoint):
+    torch.set_num_threads(2)
+    order = torch.randperm(len(images()), generator=torch.Generator().manual_seed(1))[:33]
+    assert torch.equal(network(checkpoint).features(images()[order]), one_by_one(checkpoint)[order])
+
+
+def test_a_picture_alone_has_the_same_bits_with_all_threads_in_each_layer():
+    alone = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        alone.append(network("efficientnet-lite0").features(images()[:1]))
+    assert torch.equal(alone[0], alone[1])
+    assert torch.equal(alone[0], alone[2])
