@@ -177,7 +177,12 @@ def partly_fitted_images(world: World, folder: Path) -> Any:
 
 def saved(world: World, folder: Path) -> Any:
     world.fitted.save(folder / "saved")
-    with safe_open(folder / "saved", framework="pt") as file:  # its header is in no order
+    return contents(folder / "saved")
+
+
+def contents(path: Path) -> Any:
+    """What a safetensors file has; its header is in no order."""
+    with safe_open(path, framework="pt") as file:
         return sorted(file.metadata().items()), [(name, file.get_tensor(name)) for name in sorted(file.keys())]
 
 
@@ -268,7 +273,7 @@ def drawn(world: World, folder: Path) -> Any:
 def saved_vectors(world: World, folder: Path) -> Any:
     world.vectors.save(folder / "vectors")
     loaded = MahalanobisClassifier.load(folder / "vectors")
-    return folder / "vectors", loaded.predict_proba(world.queries.numpy())
+    return contents(folder / "vectors"), loaded.predict_proba(world.queries.numpy())
 
 
 def exported_vectors(world: World, folder: Path) -> Any:
