@@ -335,7 +335,7 @@ def test_first_steps_go_from_a_folder_to_a_table_of_labels(tmp_path: Path, monke
             printed, expected = (np.array(number.findall(text), float) for text in (result.stdout, shown))
             np.testing.assert_allclose(printed, expected, atol=1e-3)
     table = Path("labels.csv").read_text().split()
-    assert table[0] == "path,label"
+    assert table[0] == "path,label,checked,predicted,probability"
     assert len(table) == 1 + len(list(Path("new").iterdir()))
     notebook = blocks(page, "python")[1]
     assert len([line for line in notebook.splitlines() if line.strip()]) <= 8

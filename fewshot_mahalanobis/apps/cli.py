@@ -7,6 +7,7 @@ import io
 import shlex
 import sys
 from collections import Counter
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,7 @@ from fewshot_mahalanobis.apps.cli_research import data_app, evaluate, meta_train
 
 if TYPE_CHECKING:
     from fewshot_mahalanobis.images.boxes import Boxes
+    from fewshot_mahalanobis.images.folders import LabelledImages
     from fewshot_mahalanobis.images.region import Region
 
 app = typer.Typer(
@@ -57,6 +59,15 @@ Margin = Annotated[
         help="Widen boxes on each side by this share of their width and height, the same in each command.",
     ),
 ]
+
+
+class Rows(str, Enum):
+    """Rows of a table that `predict` wrote."""
+
+    checked = "checked"
+    sure = "sure"
+    all = "all"
+
 
 # Every command imports what it needs when it runs, after what can be checked without: --help answers and typing
 # errors are reported without loading PyTorch.
@@ -101,14 +112,29 @@ def demo(
 
 @app.command()
 def fit(
-    support: Annotated[
-        Path,
+    context: typer.Context,
+    sources: Annotated[
+        list[Path],
         typer.Argument(
-            help="Folder with a sub-folder of images for each class, or a CSV file (.csv, .tsv, .txt) with columns "
-            "path,label, for boxes in the images also x,y,width,height in pixels, or a COCO annotation file (.json)."
+            help="Folders with a sub-folder of images for each class, CSV files (.csv, .tsv, .txt) with columns "
+            "path,label, for boxes in the images also x,y,width,height in pixels, or COCO annotation files (.json). "
+            "A later one corrects the labels of an earlier one."
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write the fitted classifier to.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Add the images to those of this file, which `fit` wrote, with its network and settings."
+        ),
+    ] = None,
+    rows: Annotated[
+        Rows,
+        typer.Option(
+            help="What to take of a table that `predict` wrote: rows that were checked or changed; also those that are "
+            "not doubtful (sure); or all."
+        ),
+    ] = Rows.checked,
     checkpoint: Checkpoint = "default",
     backbone: Annotated[
         str | None,
@@ -161,13 +187,16 @@ def fit(
 ) -> None:
     """Fit a classifier on a few images of each class and save it.
 
-    Paths in a table or a file of boxes are relative to the folder that it is in.
+    Paths in a table or a file of boxes are relative to the folder that it is in. Images with the unknown label, and
+    those in a folder called unsure, are left out.
 
     For example:
 
         fewshot-mahalanobis fit photos/ -o flowers.safetensors
 
-        fewshot-mahalanobis fit labels.csv -o flowers.safetensors --skip-errors --report
+        fewshot-mahalanobis fit photos/ corrected.csv -o flowers.safetensors --skip-errors --report
+
+        fewshot-mahalanobis fit --from flowers.safetensors corrected.csv -o flowers.safetensors
 
         fewshot-mahalanobis fit photos/ -o flowers.safetensors --unknown-label "no flower"
     """
@@ -176,31 +205,48 @@ def fit(
         shares = None if priors is None else _shares(priors)
         if backbone is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --backbone exclude each other: both name the network")
-        paths, labels = _labelled_images(support, image_folder, margin)
-        group_names = None if groups is None else _groups(support, paths, groups)
+        if model is not None and (given := [name for name in _OF_A_MODEL if _is_given(context, name)]):
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{options}: --from has these settings from {model}. Without --from they can be changed")
+        labelled = _read_sources(
+            sources,
+            image_folder=image_folder,
+            margin=margin,
+            rows=rows.value,
+            group_column=None if groups == "none" else groups,
+            at_least=2 if model is None else 1,
+        )
 
         from fewshot_mahalanobis.apps.labelling import fit_files
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
         from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
-        classifier = SimpleCNAPSClassifier(
-            checkpoint if backbone is None else SimpleCNAPS.from_backbone(backbone, image_size=image_size),
-            head=head,
-            adapt=adapt,
-            image_size=image_size if backbone is None else None,
-            value_range=value_range,
-            device=device,
-            priors=shares,
-            unknown_label=unknown_label,
-            false_rejection_rate=false_rejection_rate,
+        if model is not None:
+            classifier = SimpleCNAPSClassifier.load(model, device=device)
+        else:
+            classifier = SimpleCNAPSClassifier(
+                checkpoint if backbone is None else SimpleCNAPS.from_backbone(backbone, image_size=image_size),
+                head=head,
+                adapt=adapt,
+                image_size=image_size if backbone is None else None,
+                value_range=value_range,
+                device=device,
+                priors=shares,
+                unknown_label=unknown_label,
+                false_rejection_rate=false_rejection_rate,
+            )
+        images, labels, group_names, _ = _of_classes(labelled, classifier.unknown_label)
+        if groups == "none":
+            group_names = [*map(str, images)]
+        skipped = fit_files(
+            classifier, images, labels, groups=group_names, skip_errors=skip_errors, add=model is not None
         )
-        skipped = fit_files(classifier, paths, labels, groups=group_names, skip_errors=skip_errors)
         classifier.save(output)
     counts = ", ".join(f"{name} {n}" for name, n in zip(classifier.classes_, classifier.class_counts_, strict=True))
     typer.echo(f"{output}: {len(classifier.classes_)} classes ({counts})")
     if report:
-        typer.echo(classifier.summary().describe([path for path in paths if path not in skipped]))
-    report_skipped(skipped, len(paths))
+        typer.echo(classifier.summary().describe())
+    report_skipped(skipped, len(images))
 
 
 @app.command()
@@ -218,6 +264,10 @@ def predict(
     top_k: Annotated[
         int, typer.Option(min=0, help="Add the K most probable labels, best first, and their probabilities.")
     ] = 0,
+    min_probability: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Mark images as doubtful that are less probable than this, or of no class."),
+    ] = None,
     image_folder: ImageFolder = None,
     margin: Margin = 0.0,
     min_confidence: Annotated[
@@ -231,8 +281,11 @@ def predict(
 ) -> None:
     """Classify images, or boxes in them. Writes the path and label of each to standard output.
 
-    CSV has the columns path and label, with --proba one for each class, and with --top-k label_1, probability_1,
-    label_2, ... JSON is a list of objects with "path", "label" and, if asked for, "probabilities" and "top".
+    CSV has the columns path and label, checked (empty, for your mark), predicted (the label again) and probability;
+    with --min-probability doubtful, with --proba one for each class, and with --top-k label_1, probability_1, label_2,
+    ... To teach the model, correct labels or mark those that are right in checked, and give the table to `fit`.
+
+    JSON is a list of objects with "path", "label" and, if asked for, "doubtful", "probabilities" and "top".
     Probabilities are of the known classes, even if the label is the one for unknown images.
 
     For boxes, CSV has x, y, width and height too, in pixels. With --json a file of COCO or MegaDetector is written
@@ -256,6 +309,8 @@ def predict(
         again = [] if as_csv else [file for file in files if file.document is not None]
         if again and len(images) > 1:
             raise ValueError("--json writes a JSON file of boxes again, with labels: give it alone")
+        if again and min_probability is not None:
+            raise ValueError("--min-probability is for tables: a JSON file of boxes has the probability of each label")
         classifier = SimpleCNAPSClassifier.load(model, device=device)
         classes = classifier.classes_.tolist()
         if top_k > len(classes):
@@ -263,38 +318,48 @@ def predict(
         wanted = proba or top_k > 0 or bool(again)
         predictions, skipped = predict_files(classifier, pictures, probabilities=wanted, skip_errors=skip_errors)
     if as_csv:
-        write_csv(sys.stdout, predictions, classes if proba else [], top_k)
+        write_csv(sys.stdout, predictions, classes if proba else [], top_k, min_probability)
     elif again:
         labels, shown = classifier.fitted_head_.output_labels.tolist(), len(classes) if proba else max(top_k, 1)
         typer.echo(filled_in(again[0], predictions, skipped, labels, shown))
     else:
-        typer.echo(to_json(predictions, proba, top_k))
+        typer.echo(to_json(predictions, proba, top_k, min_probability))
     report_skipped(skipped, len(pictures))
 
 
-def _labelled_images(
-    support: Path, image_folder: Path | None = None, margin: float = 0.0
-) -> tuple[list[Path | Region], list[str]]:
-    """Images and labels of a folder with a sub-folder per class, of a table, or of a file of boxes."""
-    from fewshot_mahalanobis.images.boxes import is_box_file, read_boxes
-    from fewshot_mahalanobis.images.folders import find_class_images, is_table, read_labels
+#: Options of `fit` that a model file has already.
+_OF_A_MODEL = (
+    *("checkpoint", "backbone", "head", "adapt", "image_size", "value_range"),
+    *("unknown_label", "false_rejection_rate", "priors"),
+)
 
-    if is_box_file(support):
-        boxes = read_boxes(support, image_folder=image_folder, margin=margin)
-        if boxes.labels is None:
-            raise ValueError(f"{support} has boxes without labels: give a table with a column label, or a COCO file")
-        _note(boxes.note)
-        return [*boxes.regions], boxes.labels
-    if margin:
-        raise ValueError(f"--margin is for boxes, and {support} has none")
-    if is_table(support):
-        paths, labels = read_labels(support, image_folder)
-        return [*paths], labels
-    if image_folder is not None:
-        raise ValueError(f"--image-folder is for a table or a file of boxes, and {support} is neither")
-    images = find_class_images(support)
-    _note(images.note())
-    return [*images.paths], images.labels
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _read_sources(sources: list[Path], **options: Any) -> LabelledImages:
+    """Images and labels of folders, tables and files of boxes; says what was left out and what was corrected."""
+    from fewshot_mahalanobis.images.sources import read_sources
+
+    labelled, notes = read_sources(sources, **options)
+    for note in notes:
+        _note(note)
+    return labelled
+
+
+def _of_classes(labelled: LabelledImages, unknown_label: Any) -> LabelledImages:
+    """Without the images of no class; says how many these are."""
+    from fewshot_mahalanobis.apps.session import UNKNOWN
+    from fewshot_mahalanobis.support_set.labels import folded
+
+    none = UNKNOWN if unknown_label is None else str(unknown_label)
+    known = [folded(label) != folded(none) for label in labelled.labels]
+    if not all(known):
+        _note(f"Left out: {number_of(known.count(False), 'image')} labelled {none!r}, which is no class.")
+    return labelled.where(known)
 
 
 def _note(note: str) -> None:
@@ -312,25 +377,6 @@ def _shares(priors: str) -> dict[str, float]:
         except ValueError:
             raise ValueError(f"--priors: {entry!r} is not LABEL=SHARE, such as cat=0.9") from None
     return shares
-
-
-def _groups(support: Path, images: list[Path | Region], column: str) -> list[str]:
-    """The group of each image, by a column of the table; each its own for "none"."""
-    from fewshot_mahalanobis.images.boxes import is_box_file
-    from fewshot_mahalanobis.images.folders import is_table, labelled_rows, table_rows
-
-    if column == "none":
-        return [str(image) for image in images]
-    if not is_table(support):
-        raise ValueError(
-            f"--groups {column}: a folder or a JSON file has no columns. Give a table with path, label and {column}"
-        )
-    if not is_box_file(support):
-        return [group for _, group in labelled_rows(support, "path", column)]
-    groups = {line: cells[column] for line, cells in table_rows(support, ("path", column))}
-    for line in (line for line, group in groups.items() if not group):
-        raise ValueError(f"line {line} of {support} lacks a {column}")
-    return [*groups.values()]
 
 
 def _images_and_boxes(places: list[Path], **of_boxes: Any) -> tuple[list[Path | Region], list[Boxes]]:
@@ -380,6 +426,8 @@ def sort(
 ) -> None:
     """Copy images to a folder for each class. Without --move the images themselves stay where they are.
 
+    Again with a better model, it moves what is no longer unsure, and lists sorted images that it now calls otherwise.
+
     For example:
 
         fewshot-mahalanobis sort flowers.safetensors holiday/ -o sorted/
@@ -396,7 +444,7 @@ def sort(
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
         classifier = SimpleCNAPSClassifier.load(model, device=device)
-        sorted_files, skipped = sort_files(
+        done = sort_files(
             classifier,
             paths,
             output,
@@ -404,10 +452,18 @@ def sort(
             min_probability=min_probability,
             skip_errors=skip_errors,
         )
-    counts = Counter(file.sorted_as.parent.name for file in sorted_files)
+    counts = Counter(file.sorted_as.parent.name for file in done.new)
     listed = f" ({', '.join(f'{name} {count}' for name, count in sorted(counts.items()))})" if counts else ""
-    typer.echo(f"{output}: {number_of(len(sorted_files), 'image')} sorted{listed}")
-    report_skipped(skipped, len(paths))
+    typer.echo(f"{output}: {number_of(len(done.new), 'image')} sorted{listed}")
+    if done.no_longer_unsure:
+        typer.echo(f"No longer unsure: {number_of(len(done.no_longer_unsure), 'image')}")
+        for file in done.no_longer_unsure:
+            typer.echo(f"  {file.path.name} -> {file.sorted_as.relative_to(output.resolve())}")
+    if done.called_otherwise:
+        typer.echo(f"Now called otherwise, and left where they are: {number_of(len(done.called_otherwise), 'image')}")
+        for file in done.called_otherwise:
+            typer.echo(f"  {file.sorted_as.relative_to(output.resolve())}: {file.label} ({file.probability:.0%})")
+    report_skipped(done.problems, len(paths))
 
 
 @app.command()
@@ -422,10 +478,10 @@ def page(
         str | None, typer.Option(help="Heading of the page and name of the app.", show_default=False)
     ] = None,
     support: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help="The folder or table that `fit` learned from: the page then shows the pictures that are nearest to "
-            "the visitor's. Every visitor can see them."
+            help="A folder or table that `fit` learned from; give the option again for each. The page then shows the "
+            "pictures that are nearest to the visitor's. Every visitor can see them."
         ),
     ] = None,
     image_folder: ImageFolder = None,
@@ -452,12 +508,12 @@ def page(
         fewshot-mahalanobis page --teach -o teach/ --model flowers.safetensors
     """
     with clear_errors():
-        if teach and (model is not None or support is not None):
+        if teach and (model is not None or support):
             raise ValueError("--teach takes no MODEL and no --support: name the file to start from as --model")
         if not teach and (model is None or start is not None):
             raise ValueError("name the file that `fit` wrote as MODEL; --model is for a page to be taught, --teach")
         check_output(output, folder=True)
-        pictures = None if support is None else _labelled_images(support, image_folder, margin)[0]
+        labelled = _read_sources(support, image_folder=image_folder, margin=margin, at_least=1) if support else None
 
         from fewshot_mahalanobis.apps.teaching import export_teaching_page
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
@@ -465,6 +521,7 @@ def page(
         named = {} if title is None else {"title": title}
         if model is not None:
             classifier = SimpleCNAPSClassifier.load(model)
+            pictures = labelled and _of_classes(labelled, classifier.unknown_label).images
             classifier.export_page(output, **named, support=pictures, runtime=runtime)
         else:
             checkpoint = "default" if start is None else SimpleCNAPSClassifier.load(start)

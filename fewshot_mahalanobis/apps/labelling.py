@@ -15,6 +15,7 @@ from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.boxes import BOX_COLUMNS, Boxes
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.folders import ANSWER_COLUMNS
 from fewshot_mahalanobis.images.region import Region
 
 #: What is labelled.
@@ -46,8 +47,14 @@ class LabelledFile:
 
     path: Path
     label: Any
+    probability: float  # of the most probable class
+    unknown: bool = False  # whether it is of no class
     probabilities: dict[Any, float] | None = None
     box: tuple[float, float, float, float] | None = None  # of a region: x, y, width and height in pixels
+
+    def doubtful(self, min_probability: float) -> bool:
+        """Whether it is of no class, or no class has this probability."""
+        return self.unknown or self.probability < min_probability
 
     def top(self, k: int) -> list[tuple[Any, float]]:
         """The ``k`` most probable classes with their probabilities, best first."""
@@ -61,8 +68,11 @@ def fit_files(
     *,
     groups: Sequence[Any] | None = None,
     skip_errors: bool = False,
+    add: bool = False,
 ) -> dict[Picture, str]:
     """Fit a classifier to image files or regions of them, ``labels[i]`` for ``paths[i]``; ``groups`` are as in ``fit``.
+
+    With ``add`` they are added to what it was fitted to before (``partial_fit``).
 
     Returns
     -------
@@ -76,7 +86,7 @@ def fit_files(
     """
     problems: dict[Picture, str] = {}
     try:
-        _fit(classifier, paths, labels, groups)
+        _fit(classifier, paths, labels, groups, add)
         return problems
     except ImageError as error:
         first = error
@@ -91,7 +101,7 @@ def fit_files(
     if lost := sorted(set(labels) - {labels[index] for index in readable}):
         raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
     groups = None if groups is None else [groups[index] for index in readable]
-    _fit(classifier, [paths[index] for index in readable], [labels[index] for index in readable], groups)
+    _fit(classifier, [paths[index] for index in readable], [labels[index] for index in readable], groups, add)
     return problems
 
 
@@ -100,11 +110,13 @@ def _fit(
     paths: Sequence[Picture],
     labels: Sequence[str],
     groups: Sequence[Any] | None,
+    add: bool,
 ) -> None:
     """Fit with a progress bar where somebody sees it."""
     verbose = classifier.verbose
     try:
-        classifier.set_params(verbose=int(sys.stderr.isatty())).fit(paths, labels, groups)
+        classifier.set_params(verbose=int(sys.stderr.isatty()))
+        (classifier.partial_fit if add else classifier.fit)(paths, labels, groups=groups)
     finally:
         classifier.set_params(verbose=verbose)
 
@@ -153,20 +165,30 @@ def predict_files(
             continue  # only to find the other images that cannot be read
         answers = classifier.predict_all(batch)
         rows = answers.probabilities.tolist() if probabilities else [None] * len(batch.indices)
-        answered = zip(batch.indices, answers.labels.tolist(), rows, batch.boxes, strict=True)
-        for index, label, row, pixels in answered:
+        best, unknown = answers.probabilities.max(axis=1).tolist(), answers.unknown.tolist()
+        answered = zip(batch.indices, answers.labels.tolist(), best, unknown, rows, batch.boxes, strict=True)
+        for index, label, probability, is_unknown, row, pixels in answered:
             image, by_class = paths[index], None if row is None else dict(zip(classes, row, strict=True))
             if isinstance(image, Region):
-                box = pixels if image.normalized else image.box
-                predictions.append(LabelledFile(Path(image.image), label, by_class, box))
+                path, box = Path(image.image), pixels if image.normalized else image.box
             else:
-                predictions.append(LabelledFile(image, label, by_class))
+                path, box = image, None
+            predictions.append(LabelledFile(path, label, probability, is_unknown, by_class, box))
     _check(problems, len(paths), skip_errors)
     return predictions, problems
 
 
-def write_csv(stream: TextIO, predictions: Iterable[LabelledFile], classes: Sequence[Any], top_k: int) -> None:
-    """Write path and label, the probability of each of ``classes``, then the ``top_k`` best labels with theirs.
+def write_csv(
+    stream: TextIO,
+    predictions: Iterable[LabelledFile],
+    classes: Sequence[Any],
+    top_k: int,
+    min_probability: float | None = None,
+) -> None:
+    """Write a table of answers, which says of each row whether somebody has checked it: nobody has.
+
+    Its columns are path and label; those of :data:`~fewshot_mahalanobis.images.folders.ANSWER_COLUMNS`, "doubtful" only
+    with ``min_probability``; the probability of each of ``classes``; the ``top_k`` best labels with theirs.
 
     Where a prediction is of a region, its box stands between path and label, in the columns of a table of boxes. The
     column of a class is named after it. Where another column has that name, "probability of " stands before it.
@@ -175,12 +197,17 @@ def write_csv(stream: TextIO, predictions: Iterable[LabelledFile], classes: Sequ
     best = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "probability")]
     predictions = [*predictions]
     box = BOX_COLUMNS if any(prediction.box for prediction in predictions) else ()
-    table.writerow(["path", *box, "label", *_class_columns(classes, {"path", "label", *box, *best}), *best])
+    own = [name for name in ANSWER_COLUMNS if name != "doubtful" or min_probability is not None]
+    taken = {"path", "label", *box, *ANSWER_COLUMNS, *best}
+    table.writerow(["path", *box, "label", *own, *_class_columns(classes, taken), *best])
     for prediction in predictions:
+        answer: list[Any] = ["", prediction.label, "" if prediction.unknown else f"{prediction.probability:.6f}"]
+        if min_probability is not None:
+            answer.append("yes" if prediction.doubtful(min_probability) else "")
         probabilities = [f"{(prediction.probabilities or {})[name]:.6f}" for name in classes]
         top = [cell for label, share in prediction.top(top_k) for cell in (label, f"{share:.6f}")]
         sides = prediction.box or [""] * len(box)
-        table.writerow([prediction.path, *sides, prediction.label, *probabilities, *top])
+        table.writerow([prediction.path, *sides, prediction.label, *answer, *probabilities, *top])
 
 
 def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
@@ -194,16 +221,18 @@ def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
     return columns
 
 
-def to_json(predictions: Iterable[LabelledFile], proba: bool, top_k: int) -> str:
+def to_json(predictions: Iterable[LabelledFile], proba: bool, top_k: int, min_probability: float | None = None) -> str:
     """List of objects with "path" and "label", with "probabilities" if ``proba`` and "top" if ``top_k`` > 0.
 
-    Those of a region have its "box" too.
+    Those of a region have its "box" too, and with ``min_probability`` each says whether it is "doubtful".
     """
     rows = []
     for prediction in predictions:
         row: dict[str, Any] = {"path": str(prediction.path), "label": prediction.label}
         if prediction.box is not None:
             row["box"] = prediction.box
+        if min_probability is not None:
+            row["doubtful"] = prediction.doubtful(min_probability)
         if proba:
             row["probabilities"] = prediction.probabilities
         if top_k:

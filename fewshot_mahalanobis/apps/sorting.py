@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from fewshot_mahalanobis.apps.labelling import predict_files
+from fewshot_mahalanobis.apps.labelling import LabelledFile, predict_files
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, shortened
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.folders import class_folders_in
+from fewshot_mahalanobis.images.folders import UNSURE, class_folders_in, find_images
 
-__all__ = ["UNSURE", "SortedFile", "sort_files"]
+__all__ = ["Sorted", "SortedFile", "sort_files"]
 
-#: The folder of images whose class is in doubt.
-UNSURE = "unsure"
 #: Longest name of a file or folder on the usual file systems.
 MOST_BYTES = 255
 #: Names that mean a device on Windows, with any extension too.
@@ -39,6 +37,28 @@ class SortedFile(NamedTuple):
     sorted_as: Path
 
 
+class Sorted(NamedTuple):
+    """What :func:`sort_files` did.
+
+    Parameters
+    ----------
+    new : list of SortedFile
+        Files that were not there before.
+    no_longer_unsure : list of SortedFile
+        Files of the folder of unsure ones that were moved to their class; ``path`` is where each was.
+    called_otherwise : list of SortedFile
+        Files that are in the folder of one class and are now surely called by another. They stay where they are, as
+        you may have put them there; ``sorted_as`` is that place.
+    problems : dict of Path to str
+        Images that were left out, and why.
+    """
+
+    new: list[SortedFile]
+    no_longer_unsure: list[SortedFile]
+    called_otherwise: list[SortedFile]
+    problems: dict[Path, str]
+
+
 def sort_files(
     classifier: SimpleCNAPSClassifier,
     paths: Sequence[Path],
@@ -47,19 +67,20 @@ def sort_files(
     how: Literal["copy", "link", "move"] = "copy",
     min_probability: float = 0.5,
     skip_errors: bool = False,
-) -> tuple[list[SortedFile], dict[Path, str]]:
+) -> Sorted:
     """Copy, link or move image files to ``output/<class>/``, or to ``output/unsure/`` where the class is in doubt.
 
     No file is overwritten or deleted: of equal names the later gets a number. A file that a folder of ``output``
     already has, under any name, is not sorted again. So a run that was interrupted can be repeated, and files that you
-    have moved to another class stay there.
+    have moved to another class stay there. Files in ``output/unsure/`` that are no longer in doubt are moved to their
+    class, whether or not they are among ``paths``.
 
     Parameters
     ----------
     classifier : SimpleCNAPSClassifier
         Fitted.
     paths : sequence of Path
-        Those below ``output`` are left out. A file given twice is sorted once.
+        A file given twice is sorted once. Of those below ``output``, only the unsure ones are sorted.
     output : Path
         Made if it does not exist.
     how : {"copy", "link", "move"}
@@ -71,16 +92,13 @@ def sort_files(
 
     Returns
     -------
-    sorted_files : list of SortedFile
-        What this run has sorted.
-    problems : dict of Path to str
-        Images that were left out, and why.
+    Sorted
 
     Raises
     ------
     ValueError
         A class is called "unsure", two classes would share a folder, images cannot be read (without ``skip_errors``),
-        or all images are in ``output`` itself. Nothing is sorted.
+        or all images are in ``output`` itself, and none is unsure. Nothing is sorted.
     OSError
         A file cannot be written. Those before it are sorted.
     """
@@ -88,23 +106,40 @@ def sort_files(
     output = output.resolve()
     by_place = {_absolute(path): path for path in paths}
     outside = [path for place, path in by_place.items() if output not in place.parents]
-    if paths and not outside:
+    unsure = _images_in(output / UNSURE)
+    if paths and not outside and not by_place.keys() <= {*unsure}:
         raise ValueError(f"all images are in {output} itself: sort into another folder, such as {output / 'sorted'}")
     present = _files_by_size(output)
-    new = [path for path in outside if not _is_among(path, present)]
-    if not new:
-        return [], {}
-    predictions, problems = predict_files(classifier, new, probabilities=True, skip_errors=skip_errors)
-    sorted_files = []
-    for prediction in predictions:
-        label, probability = str(prediction.label), prediction.top(1)[0][1]
-        sure = label in folders and probability >= min_probability
-        folder = output / (folders[label] if sure else UNSURE)
-        folder.mkdir(parents=True, exist_ok=True)
-        target = _free_name(folder / prediction.path.name)
-        _put(prediction.path, target, how)
-        sorted_files.append(SortedFile(prediction.path, prediction.label, probability, target))
-    return sorted_files, problems
+    sorted_before = {path: _among(path, present) for path in outside}
+    sorted_before = {
+        path: place for path, place in sorted_before.items() if place is None or place.parent.name != UNSURE
+    }
+    sorted_before |= {path: path for path in unsure}
+    if not sorted_before:
+        return Sorted([], [], [], {})
+    answers, problems = predict_files(classifier, [*sorted_before], skip_errors=skip_errors)
+    done = Sorted([], [], [], problems)
+    for answer in answers:
+        sure, before = not answer.doubtful(min_probability), sorted_before[answer.path]
+        folder = output / (folders[str(answer.label)] if sure else UNSURE)
+        if before is None or (before.parent.name == UNSURE and sure):
+            folder.mkdir(parents=True, exist_ok=True)
+            target = _free_name(folder / answer.path.name)
+            _put(answer.path, target, how if before is None else "rename")
+            (done.new if before is None else done.no_longer_unsure).append(_sorted_as(answer, target))
+        elif sure and before.parent != folder and before.parent.name in folders.values():
+            done.called_otherwise.append(_sorted_as(answer, before))
+    return done
+
+
+def _sorted_as(answer: LabelledFile, place: Path) -> SortedFile:
+    return SortedFile(answer.path, answer.label, answer.probability, place)
+
+
+def _images_in(folder: Path) -> list[Path]:
+    """The image files of a folder, without those of its sub-folders; none if it does not exist."""
+    images = find_images(folder, allow_empty=True).paths if folder.is_dir() else []
+    return [path for path in images if path.parent == folder]
 
 
 def _class_folders(labels: Sequence[str]) -> dict[str, str]:
@@ -142,10 +177,10 @@ def _files_by_size(output: Path) -> dict[int, list[Path]]:
     return files
 
 
-def _is_among(path: Path, files: dict[int, list[Path]]) -> bool:
-    """Whether one of the files has the content of ``path``."""
+def _among(path: Path, files: dict[int, list[Path]]) -> Path | None:
+    """The one of the files that has the content of ``path``, if any."""
     candidates = files.get(path.stat().st_size, []) if path.is_file() else []
-    return any(filecmp.cmp(path, other, shallow=False) for other in candidates)
+    return next((other for other in candidates if filecmp.cmp(path, other, shallow=False)), None)
 
 
 def _free_name(path: Path) -> Path:
@@ -156,7 +191,10 @@ def _free_name(path: Path) -> Path:
 
 
 def _put(source: Path, target: Path, how: str) -> None:
-    """Copy, link or move a file to a free name; it appears there whole or not at all."""
+    """Copy, link, move or rename a file to a free name; it appears there whole or not at all."""
+    if how == "rename":
+        source.rename(target)
+        return
     if how == "link":
         target.symlink_to(_absolute(source))
         return

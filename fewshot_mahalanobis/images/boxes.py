@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fewshot_mahalanobis.images.folders import check_some_exist, checked_cells, is_table, table_columns, table_rows
+from fewshot_mahalanobis.images.folders import (
+    check_some_exist,
+    checked_cells,
+    groups_of_rows,
+    is_table,
+    rows_of_labels,
+    table_columns,
+)
 from fewshot_mahalanobis.images.region import Region
 
 __all__ = ["Boxes", "is_box_file", "read_boxes"]
@@ -33,6 +40,8 @@ class Boxes:
     regions : list of Region
     labels : list of str or None
         None if the file has none.
+    groups : list of str or None
+        What each region belongs to, where that was asked for.
     note : str
         One sentence about what was left out; empty if that is nothing.
     document : dict or None
@@ -43,6 +52,7 @@ class Boxes:
 
     regions: list[Region]
     labels: list[str] | None = None
+    groups: list[str] | None = None
     note: str = ""
     document: dict[str, Any] | None = None
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -96,6 +106,8 @@ def read_boxes(
     margin: float = 0.0,
     min_confidence: float = 0.0,
     category: str | None = None,
+    rows: str = "all",
+    group_column: str | None = None,
 ) -> Boxes:
     """Read a file of boxes.
 
@@ -112,6 +124,11 @@ def read_boxes(
         Leave out MegaDetector's detections of less confidence.
     category : str, optional
         Leave out MegaDetector's detections of other categories than this one: "animal", "person" or "vehicle".
+    rows : {"all", "checked", "sure"}
+        Which rows of a table of answers, as for :func:`~fewshot_mahalanobis.images.folders.rows_of_labels`. Likewise
+        COCO's annotations with a "score", which a network gave, are left out if it is "checked".
+    group_column : str, optional
+        Column of the groups in a table.
 
     Raises
     ------
@@ -121,9 +138,9 @@ def read_boxes(
     """
     folder = file.parent if image_folder is None else image_folder
     if file.suffix.lower() != ".json":
-        boxes = _read_table(file, folder, margin)
+        boxes = _read_table(file, folder, margin, rows, group_column)
     else:
-        boxes = _read_json(file, folder, margin, min_confidence, category)
+        boxes = _read_json(file, folder, margin, min_confidence, category, rows)
     if not _is_megadetector(boxes.document or {}) and (min_confidence or category is not None):
         raise ValueError(f"{file} has no confidences and categories of detections: they are MegaDetector's")
     if not boxes.regions:
@@ -135,11 +152,14 @@ def read_boxes(
 # -------------------------------------------------------------------- tables
 
 
-def _read_table(file: Path, folder: Path, margin: float) -> Boxes:
+def _read_table(file: Path, folder: Path, margin: float, rows: str, group_column: str | None) -> Boxes:
     regions, labels = list[Region](), list[str]()
     known = dict[Region, tuple[int, str]]()
     labelled = "label" in table_columns(file, ("path", *BOX_COLUMNS))
-    for line, cells in table_rows(file, ("path", *BOX_COLUMNS, *("label",) * labelled)):
+    more = [*("label",) * labelled, *(() if group_column is None else (group_column,))]
+    found, note = rows_of_labels(file, ("path", *BOX_COLUMNS, *more), rows if labelled else "all")
+    groups = None if group_column is None else groups_of_rows(file, found, group_column)
+    for line, cells in found:
         path, label = checked_cells(file, line, cells["path"], cells.get("label"), folder)
         box = tuple(_number(cells[name], f"line {line} of {file}: {name}") for name in BOX_COLUMNS)
         region = _region(folder / path, box, margin, f"line {line} of {file.name}")
@@ -150,7 +170,7 @@ def _read_table(file: Path, folder: Path, margin: float) -> Boxes:
             )
         regions.append(region)
         labels.append(label)
-    return Boxes(regions, labels if labelled else None)
+    return Boxes(regions, labels if labelled else None, groups, note)
 
 
 def _number(cell: str, what: str) -> float:
@@ -168,7 +188,9 @@ def _number(cell: str, what: str) -> float:
 # -------------------------------------------------------------------- JSON
 
 
-def _read_json(file: Path, folder: Path, margin: float, min_confidence: float, category: str | None) -> Boxes:
+def _read_json(
+    file: Path, folder: Path, margin: float, min_confidence: float, category: str | None, rows: str
+) -> Boxes:
     try:
         document = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:  # of JSON, and of UTF-8
@@ -178,7 +200,7 @@ def _read_json(file: Path, folder: Path, margin: float, min_confidence: float, c
             if _is_megadetector(document):
                 return _read_megadetector(document, file, folder, margin, min_confidence, category)
             if isinstance(document.get("annotations"), list):
-                return _read_coco(document, file, folder, margin)
+                return _read_coco(document, file, folder, margin, rows)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
     raise ValueError(
@@ -199,11 +221,13 @@ def _forget_classification(document: dict[str, Any]) -> None:
             del fields[name]
 
 
-def _read_coco(document: dict[str, Any], file: Path, folder: Path, margin: float) -> Boxes:
+def _read_coco(document: dict[str, Any], file: Path, folder: Path, margin: float, rows: str) -> Boxes:
     images = {image["id"]: image for image in document["images"]}
     names = {category["id"]: str(category["name"]) for category in document.get("categories", ())}
     single = [entry for entry in document["annotations"] if not entry.get("iscrowd")]
     crowds = len(document["annotations"]) - len(single)
+    unchecked = sum("score" in entry for entry in single) if rows == "checked" else 0
+    single = [entry for entry in single if not unchecked or "score" not in entry]
     regions, labels = list[Region](), list[str]()
     for entry in single:
         where = f"annotation {entry['id']} of {file.name}"
@@ -216,8 +240,10 @@ def _read_coco(document: dict[str, Any], file: Path, folder: Path, margin: float
             raise ValueError(f"{where} ({image['file_name']}) has no bbox")
         regions.append(_region(folder / image["file_name"], entry["bbox"], margin, where, image))
         labels.append(label or "")
-    note = f"Left out: {crowds} annotation{'s' * (crowds > 1)} of crowds (iscrowd)." if crowds else ""
-    return Boxes(regions, labels if names else None, note, document, single)
+    left_out = {"of crowds (iscrowd)": crowds, "with a score, answers of a network (--rows all takes them)": unchecked}
+    listed = [f"{number} annotation{'s' * (number > 1)} {what}" for what, number in left_out.items() if number]
+    note = f"Left out: {', '.join(listed)}." if listed else ""
+    return Boxes(regions, labels if names else None, note=note, document=document, entries=single)
 
 
 def _read_megadetector(
@@ -236,7 +262,7 @@ def _read_megadetector(
                 regions.append(_region(folder / image["file"], entry["bbox"], margin, where, image, normalized=True))
                 entries.append(entry)
     note = f"Images that the detector could not read: {failed}." if failed else ""
-    return Boxes(regions, None, note, document, entries)
+    return Boxes(regions, note=note, document=document, entries=entries)
 
 
 def _region(

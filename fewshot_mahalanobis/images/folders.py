@@ -11,13 +11,18 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from fewshot_mahalanobis.images.formats import REMEDIES, image_suffixes, starts_as_image
+from fewshot_mahalanobis.images.region import Region
 
 __all__ = [
+    "UNSURE",
     "ClassImages",
     "FolderImages",
+    "LabelledImages",
     "find_class_images",
     "find_images",
     "is_image_name",
@@ -25,6 +30,11 @@ __all__ = [
     "read_labels",
 ]
 
+#: The folder of images whose class `sort` is in doubt of; it is no class.
+UNSURE = "unsure"
+#: Columns of a table that `predict` wrote, after path and label: for the user's mark, empty; the label as predicted;
+#: its probability, empty where it is no class; a mark, if asked for, where that is low or the image of no class.
+ANSWER_COLUMNS = ("checked", "predicted", "probability", "doubtful")
 #: Files that macOS and Windows leave behind, in lower case.
 _JUNK_FILES = {".ds_store", "icon\r", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 #: Bins, thumbnails, snapshots and the like of operating systems and network drives, in lower case. Folders whose names
@@ -78,24 +88,53 @@ class ClassImages(FolderImages):
         The class of each of ``paths``: the name of its sub-folder.
     empty : list of str
         Sub-folders without any image.
+    unsure : int
+        Images in the sub-folder "unsure", which is no class; they are left out.
     """
 
     labels: list[str] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
+    unsure: int = 0
 
     def note(self) -> str:
         """Sentences about files that were left out and class folders without images; empty if there are none."""
         names = ", ".join(map(repr, self.empty))
         empty = f"No image in class folder{'s' * (len(self.empty) > 1)} {names}." if self.empty else ""
-        return " ".join(filter(None, (super().note(), empty)))
+        images = _counted("image", self.unsure)
+        unsure = f"The folder {UNSURE!r} is no class: {images} left out." if self.unsure else ""
+        return " ".join(filter(None, (super().note(), empty, unsure)))
+
+
+class LabelledImages(NamedTuple):
+    """Images and their labels.
+
+    Parameters
+    ----------
+    images : list of Path or Region
+    labels : list of str
+    groups : list of str, optional
+        What each image belongs to, where that was asked for.
+    note : str
+        Sentences about what was left out; empty if that is nothing.
+    """
+
+    images: list[Path | Region]
+    labels: list[str]
+    groups: list[str] | None = None
+    note: str = ""
+
+    def where(self, wanted: Sequence[bool]) -> LabelledImages:
+        """Those that are ``wanted``."""
+        groups = None if self.groups is None else [*compress(self.groups, wanted)]
+        return LabelledImages([*compress(self.images, wanted)], [*compress(self.labels, wanted)], groups, self.note)
 
 
 def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
     """Image files of a folder with one sub-folder a class, and their labels.
 
     A file is an image if its extension, in any case, is that of an image format, or if its first bytes are. Sub-folders
-    of a class folder are searched too. Hidden folders, and the bins and thumbnails of operating systems and network
-    drives, are left out.
+    of a class folder are searched too. Hidden folders, the bins and thumbnails of operating systems and network drives,
+    and the folder "unsure", where the command ``sort`` puts what it is in doubt of, are left out.
 
     Parameters
     ----------
@@ -133,16 +172,18 @@ def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
     return images.paths, images.labels
 
 
-def find_class_images(path: str | os.PathLike[str]) -> ClassImages:
-    """Like :func:`load_folder`, but return what was left out instead of warning of it."""
+def find_class_images(path: str | os.PathLike[str], *, at_least: int = 2) -> ClassImages:
+    """Like :func:`load_folder`, but return what was left out instead of warning of it; ``at_least`` so many classes."""
     root = Path(path)
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {str(root)!r}: expected one with a sub-folder of images for each class")
-    paths, labels, empty, ignored = list[Path](), list[str](), list[str](), Counter[str]()
+    paths, labels, empty, ignored, unsure = list[Path](), list[str](), list[str](), Counter[str](), 0
     sub_folders = dict[str, set[str]]()  # of each class with images; "" for images in the class folder itself
     for entry in sorted(root.iterdir(), key=lambda e: natural_key(e.name)):
         if entry.is_dir() and _is_system_folder(entry.name):
             ignored[f"{entry.name} folder"] += 1
+        elif entry.is_dir() and entry.name == UNSURE:
+            unsure = len(find_images(entry, allow_empty=True).paths)
         elif entry.is_dir():
             images = find_images(entry, allow_empty=True)
             paths += images.paths
@@ -158,14 +199,13 @@ def find_class_images(path: str | os.PathLike[str]) -> ClassImages:
             ignored["image outside the class folders"] += 1
         else:
             ignored[kind] += 1
-    result = ClassImages(paths, ignored, labels, empty)
-    if len(set(labels)) < 2:
+    result = ClassImages(paths, ignored, labels, empty, unsure)
+    if len(set(labels)) < at_least:
         have = f"one sub-folder with images, {labels[0]!r}" if labels else "no sub-folder with images"
         nested = any(len(names - {""}) > 1 for names in sub_folders.values())
         hint = f"Are the classes in {str(root / next(iter(sub_folders)))!r}? " if nested else ""
-        raise ValueError(
-            f"{root} has {have}; at least two are needed, one for each class. {hint}{result.note()}".rstrip()
-        )
+        needed = "at least two are needed, one for each class" if at_least > 1 else "expected one for each class"
+        raise ValueError(f"{root} has {have}; {needed}. {hint}{result.note()}".rstrip())
     if problem := _no_classes(root, sub_folders):
         raise ValueError(problem)
     return result
@@ -223,16 +263,91 @@ def find_images(path: str | os.PathLike[str], *, allow_empty: bool = False) -> F
     return images
 
 
-def read_labels(file: Path, image_folder: Path | None = None) -> tuple[list[Path], list[str]]:
-    """Paths and labels of a CSV file with columns "path" and "label", as :func:`labelled_rows` reads it.
+def read_labels(
+    file: Path, image_folder: Path | None = None, *, rows: str = "all", group_column: str | None = None
+) -> LabelledImages:
+    """Images and labels of a CSV file with columns "path" and "label".
 
-    Relative paths start at ``image_folder``, by default the folder of the CSV file. FileNotFoundError if there is no
-    file; ValueError if it is no such table or none of the images exists.
+    Parameters
+    ----------
+    file : Path
+    image_folder : Path, optional
+        Where relative paths start; by default the folder of the CSV file.
+    rows : {"all", "checked", "sure"}
+        As for :func:`rows_of_labels`.
+    group_column : str, optional
+        Column of the groups.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no file.
+    ValueError
+        It is no such table, or ambiguous (as :func:`table_rows`); a path, label or group is missing or has several
+        lines; one path has two labels; or none of the images exists. The message names the line.
     """
-    rows = labelled_rows(file, "path", "label")
-    paths = [(file.parent if image_folder is None else image_folder) / path for path, _ in rows]
+    more = () if group_column is None else (group_column,)
+    found, note = rows_of_labels(file, ("path", "label", *more), rows)
+    pairs = _checked_pairs(file, found, "path", "label")
+    groups = None if group_column is None else groups_of_rows(file, found, group_column)
+    paths = [(file.parent if image_folder is None else image_folder) / path for path, _ in pairs]
     check_some_exist(file, paths)
-    return paths, [label for _, label in rows]
+    return LabelledImages([*paths], [label for _, label in pairs], groups, note)
+
+
+def rows_of_labels(
+    file: Path, columns: Sequence[str], rows: str = "all"
+) -> tuple[list[tuple[int, dict[str, str]]], str]:
+    """Rows of a table that give an image its label, as :func:`table_rows` has them, and a note on the others.
+
+    Every row does in a table without the columns "predicted" and "checked". With one of them it is a table of answers
+    that ``predict`` wrote, and an answer is no label before somebody has checked it: its label was changed, so that it
+    is no longer what was predicted, or there is a mark in the column "checked". ``rows="sure"`` takes other answers
+    too, without those that are marked in the column "doubtful"; "all" takes these too.
+
+    ValueError if no row is left, or ``rows`` is "sure" and the table has no column "doubtful".
+    """
+    present = {*table_columns(file, (*columns, *ANSWER_COLUMNS))}
+    marks = [name for name in ("checked", "predicted", "doubtful") if name in present and name not in columns]
+    found = [*table_rows(file, (*columns, *marks))]
+    if not {"predicted", "checked"} & present or rows == "all":
+        return found, ""
+    if rows == "sure" and "doubtful" not in present:
+        raise ValueError(f"{file} does not say which answers are doubtful: `predict --min-probability` marks them")
+    changed = {line for line, cells in found if cells["label"] != cells.get("predicted", cells["label"])}
+    checked = {line for line, cells in found if _is_marked(cells.get("checked", ""))} - changed
+    cleared = {line for line, cells in found if not cells["label"]}
+    sure = {line for line, cells in found if rows == "sure" and not _is_marked(cells["doubtful"])} - changed - checked
+    taken = [(line, cells) for line, cells in found if line in (changed | checked | sure) - cleared]
+    if not taken:
+        raise ValueError(
+            f"{file} has {_counted('answer', len(found))} of `predict`, and nobody has checked any: correct the labels "
+            "that are wrong, mark those that are right with an x in the column checked, or take all (--rows all)"
+        )
+    counts = {"changed": changed - cleared, "checked": checked - cleared, "sure": sure - cleared}
+    listed = ", ".join(f"{len(lines)} {name}" for name, lines in counts.items() if lines)
+    left_out = {
+        "that nobody has checked (--rows all takes them)": len(found) - len(taken) - len(cleared),
+        "without a label": len(cleared),
+    }
+    others = [f"{_counted('answer', number)} {what}" for what, number in left_out.items() if number]
+    note = f"{len(taken)} of {_counted('row', len(found))} taken ({listed})."
+    return taken, f"{note} Left out: {', '.join(others)}." if others else note
+
+
+def _is_marked(cell: str) -> bool:
+    """Whether a cell says yes, as any text does but those by which spreadsheets and people say no."""
+    return cell.casefold() not in ("", "0", "no", "n", "false", "-")
+
+
+def groups_of_rows(file: Path, rows: Iterable[tuple[int, dict[str, str]]], column: str) -> list[str]:
+    """The group of each row; ValueError names a line that lacks it."""
+    groups = []
+    for line, cells in rows:
+        if not cells[column]:
+            raise ValueError(f"line {line} of {file} lacks a {column}")
+        groups.append(cells[column])
+    return groups
 
 
 def check_some_exist(file: Path, paths: Sequence[Path]) -> None:
@@ -250,9 +365,15 @@ def labelled_rows(file: Path, path_column: str, label_column: str) -> list[tuple
 
     ValueError as there, and if a path or label is missing or has several lines, or one path has two labels.
     """
+    return _checked_pairs(file, table_rows(file, (path_column, label_column)), path_column, label_column)
+
+
+def _checked_pairs(
+    file: Path, rows: Iterable[tuple[int, dict[str, str]]], path_column: str, label_column: str
+) -> list[tuple[str, str]]:
     found = list[tuple[str, str]]()
     known = dict[str, tuple[int, str]]()  # path -> its first line and its label
-    for line, cells in table_rows(file, (path_column, label_column)):
+    for line, cells in rows:
         path, label = checked_cells(file, line, cells[path_column], cells[label_column])
         place = os.path.abspath(file.parent / path)  # noqa: PTH100 ("a/../b.jpg" is "b.jpg")
         other_line, other = known.setdefault(place, (line, label))

@@ -112,7 +112,9 @@ def test_every_kind_of_file_gets_the_labels_of_cropping_by_hand(folder: Path, mo
     boxes = [entry["bbox"] for entry in json.loads((folder / "coco.json").read_text())["annotations"]]
     for file in ("coco.json", "boxes.csv", "detections.json"):
         rows = table_of(run("predict", model, folder / file, "--proba"))
-        assert [[*row] for row in rows[:1]] == [["path", *SIDES, "label", *COLOURS]]
+        assert [[*row] for row in rows[:1]] == [
+            ["path", *SIDES, "label", "checked", "predicted", "probability", *COLOURS]
+        ]
         assert [[int(row[side]) for side in SIDES] for row in rows] == boxes
         assert [Path(row["path"]) for row in rows] == [folder / f"{i // 3}.jpg" for i in range(18)]
         for name in ("label", *COLOURS):

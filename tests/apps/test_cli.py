@@ -103,14 +103,122 @@ def test_fitting_a_csv_of_paths_and_labels_is_fitting_the_folder(checkpoint, pho
     assert run("predict", tmp_path / "m", photos, "--proba") == run("predict", model, photos, "--proba")
 
 
-def test_what_predict_writes_is_a_table_that_fit_reads(checkpoint, photos, model, tmp_path, monkeypatch):
+def test_what_predict_writes_is_a_table_that_fit_reads_once_it_was_checked(
+    checkpoint, photos, model, tmp_path, monkeypatch
+):
     monkeypatch.chdir(photos)
-    Path("labels.csv").write_text(run("predict", model, "red", "blue"))
+    given = ("fit", "labels.csv", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+    table = run("predict", model, "red", "blue")
+    assert table.splitlines()[0] == "path,label,checked,predicted,probability"
     try:
-        said = run("fit", "labels.csv", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+        Path("labels.csv").write_text(table)
+        assert "nobody has checked any" in run(*given, status=1)
+        assert not (tmp_path / "m").exists()
+        assert "2 classes (blue 3, red 3)" in run(*given, "--rows", "all")
+        Path("labels.csv").write_text(table.replace("0.png,red,,", "0.png,red,x,").replace(",blue,,", ",sky,,"))
+        assert "2 classes (red 1, sky 3)" in run(*given)
     finally:
         Path("labels.csv").unlink()
-    assert "2 classes (blue 3, red 3)" in said
+
+
+def test_doubtful_answers_are_marked_in_csv_and_json(photos, model):
+    rows = table_of(run("predict", model, photos, "--min-probability", 0.5, "--top-k", 1))
+    assert [*rows[0]][:6] == ["path", "label", "checked", "predicted", "probability", "doubtful"]
+    limit = np.mean(sorted(float(row["probability"]) for row in rows)[4:6])
+    rows = table_of(run("predict", model, photos, "--min-probability", limit, "--top-k", 1))
+    assert {row["doubtful"] for row in rows} == {"yes", ""}
+    for row in rows:
+        assert row["probability"] == row["probability_1"]
+        assert row["checked"] == ""
+        assert row["predicted"] == row["label"]
+    marked = [row["doubtful"] == "yes" for row in rows]
+    assert [float(row["probability"]) < limit for row in rows] == marked
+    entries = json.loads(run("predict", model, photos, "--min-probability", limit, "--json"))
+    assert [entry["doubtful"] for entry in entries] == marked
+
+
+@pytest.fixture
+def new(photos, tmp_path, monkeypatch) -> Path:
+    """Six more pictures, and a table of two of them as ``predict`` would have written it, corrected."""
+    monkeypatch.chdir(tmp_path)
+    for index, picture in enumerate([*sorted(photos.glob("red/*")), *sorted(photos.glob("blue/*"))]):
+        pixels = np.asarray(Image.open(picture))[:, ::-1]
+        (tmp_path / "new").mkdir(exist_ok=True)
+        Image.fromarray(pixels.clip(20, 200)).save(tmp_path / "new" / f"{index}.png")
+    table = tmp_path / "corrected.csv"
+    table.write_text(
+        "path,label,checked,predicted,probability\nnew/0.png,red,x,red,0.9\nnew/3.png,blue,,green,0.5\n"
+        "new/1.png,green,,green,0.6\nnew/2.png,unknown,x,unknown,\n"
+    )
+    return table
+
+
+def said_by(*arguments: object) -> tuple[str, list[str]]:
+    """Standard output and the lines of standard error."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr.splitlines()
+
+
+def test_fit_learns_from_a_folder_and_a_corrected_table_together(checkpoint, photos, new, tmp_path):
+    settings = ("--checkpoint", checkpoint, "--device", "cpu", "--groups", "none")
+    out, said = said_by("fit", photos, new, "-o", "m", *settings)
+    assert out == "m: 3 classes (blue 4, green 3, red 4)\n"
+    assert said == [
+        f"{new}: 3 of 4 rows taken (1 changed, 2 checked). "
+        "Left out: 1 answer that nobody has checked (--rows all takes them).",
+        "Left out: 1 image labelled 'unknown', which is no class.",
+    ]
+    images = [*sorted(photos.glob("*/*.png")), tmp_path / "new" / "0.png", tmp_path / "new" / "3.png"]
+    expected = SimpleCNAPSClassifier(checkpoint, device="cpu")
+    expected.fit(images, [*(path.parent.name for path in images[:9]), "red", "blue"], groups=range(11))
+    fitted = SimpleCNAPSClassifier.load("m", device="cpu")
+    np.testing.assert_array_equal(fitted.fitted_head_.support.adapted, expected.fitted_head_.support.adapted)
+
+
+def test_fit_from_a_model_is_partial_fit(photos, model, new, tmp_path):
+    out, _ = said_by("fit", "--from", model, new, "-o", "m", "--groups", "none")
+    assert out == "m: 3 classes (blue 4, green 3, red 4)\n"
+    expected = SimpleCNAPSClassifier.load(model, device="cpu")
+    expected.partial_fit([tmp_path / "new" / "0.png", tmp_path / "new" / "3.png"], ["red", "blue"], groups=["0", "3"])
+    paths = sorted(photos.glob("*/*.png"))
+    found = SimpleCNAPSClassifier.load("m", device="cpu").decision_function(paths)
+    np.testing.assert_allclose(found, expected.decision_function(paths), rtol=1e-5)
+    (tmp_path / "one" / "owl").mkdir(parents=True)
+    shutil.copy(tmp_path / "new" / "5.png", tmp_path / "one" / "owl")
+    said = run("fit", "--from", "m", "one", "-o", "m", "--report")  # one class, into the same file
+    assert "4 classes (blue 4, green 3, owl 1, red 4)" in said
+    assert "12 support images of 4 classes" in said
+
+
+def test_a_model_to_start_from_has_its_settings_already(model, new):
+    said = run("fit", "--from", model, new, "-o", "m", "--head", "cosine", "--unknown-label", "no", status=1)
+    assert "error: --head, --unknown-label: --from has these settings" in said
+    assert not Path("m").exists()
+
+
+def test_the_folder_of_the_unknown_label_is_no_class(checkpoint, photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos" / "green").rename(tmp_path / "photos" / "Neither")
+    settings = ("--checkpoint", checkpoint, "--device", "cpu", "--false-rejection-rate", 0.3)
+    out, said = said_by("fit", tmp_path / "photos", "-o", tmp_path / "m", *settings, "--unknown-label", "neither")
+    assert "2 classes (blue 3, red 3)" in out
+    assert "Left out: 3 images labelled 'neither', which is no class." in said
+
+
+def test_sorting_again_says_what_changed_its_class(checkpoint, photos, model, tmp_path):
+    output, first = tmp_path / "sorted", sorted(photos.glob("*/*.png"))
+    run("sort", model, photos, "-o", output, "--min-probability", 1)
+    said = run("sort", model, photos, "-o", output, "--min-probability", 0)
+    assert said.splitlines()[:2] == [f"{output}: 0 images sorted", "No longer unsure: 9 images"]
+    assert "  0.png -> blue/0.png" in said.splitlines()
+    table = tmp_path / "other.csv"
+    other = {"red": "blue", "blue": "red", "green": "green"}
+    table.write_text("path,label\n" + "".join(f"{path},{other[path.parent.name]}\n" for path in first))
+    run("fit", table, "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+    said = run("sort", tmp_path / "m", photos, "-o", output, "--min-probability", 0).splitlines()
+    assert said[1] == "Now called otherwise, and left where they are: 6 images"
+    assert re.fullmatch(r"  blue/0\.png: red \(\d+%\)", said[2])
 
 
 @pytest.mark.parametrize(("separator", "name"), [(";", "a.csv"), ("\t", "a.csv"), ("\t", "a.TSV"), (" , ", "a.txt")])

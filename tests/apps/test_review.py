@@ -49,7 +49,7 @@ def test_a_label_is_in_the_table_at_once_as_fit_reads_it(paths: list[Path], tmp_
     assert not table.exists()
     review.label([3, 5], "blue")
     review.label([0], "a, “new” class")
-    files, labels = read_labels(table)
+    files, labels, *_ = read_labels(table)
     assert [os.path.abspath(file) for file in files] == [str(paths[i]) for i in (3, 5, 0)]  # noqa: PTH100
     assert labels == ["blue", "blue", "a, “new” class"]
 
@@ -60,7 +60,7 @@ def test_a_table_beside_its_pictures_goes_with_them(paths: list[Path], tmp_path:
     review.label([0], "blue")
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
     try:
-        (file,), _ = read_labels(moved / "checked.csv")
+        ((file,), *_) = read_labels(moved / "checked.csv")
         assert file == moved / "new" / paths[0].name
         assert review.table_text() == f"path,label\n{paths[0]},blue\n"  # to be kept anywhere
     finally:

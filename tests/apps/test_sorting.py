@@ -15,9 +15,13 @@ from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps import sorting
-from fewshot_mahalanobis.apps.sorting import UNSURE, sort_files
+from fewshot_mahalanobis.apps.sorting import sort_files
+from fewshot_mahalanobis.images.folders import UNSURE
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
+
+#: What ``sort_files`` returns if there is nothing to do.
+NOTHING = ([], [], [], {})
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ def test_files_go_to_the_folder_of_their_class(
 ) -> None:
     output, originals = tmp_path / "sorted", [path.read_bytes() for path in files]
     expected = classifier.predict(files).tolist()
-    sorted_files, problems = sort_files(classifier, files, output, how=how, min_probability=0)
+    sorted_files, _, _, problems = sort_files(classifier, files, output, how=how, min_probability=0)
     assert not problems
     assert [file.label for file in sorted_files] == expected
     for path, original, label, file in zip(files, originals, expected, sorted_files, strict=True):
@@ -68,7 +72,7 @@ def test_of_equal_names_the_later_gets_a_number(
     label = classifier.predict([file])[0]
     (output / label).mkdir(parents=True)
     (output / label / file.name).write_text("mine")
-    sorted_files, _ = sort_files(classifier, [file], output, min_probability=0)
+    sorted_files = sort_files(classifier, [file], output, min_probability=0).new
     assert sorted_files[0].sorted_as == output / label / f"{file.stem}-2.png"
     assert (output / label / file.name).read_text() == "mine"
 
@@ -77,14 +81,14 @@ def test_files_in_doubt_go_to_the_unsure_folder(files: list[Path], tmp_path: Pat
     classifier = tiny_classifier()
     sure = classifier.predict_proba(files).max(axis=1)
     limit = float(np.sort(sure)[2:4].mean())  # between two, as other batches round otherwise
-    sorted_files, _ = sort_files(classifier, files, tmp_path / "one", min_probability=limit)
+    sorted_files = sort_files(classifier, files, tmp_path / "one", min_probability=limit).new
     assert [file.sorted_as.parent.name == UNSURE for file in sorted_files] == [p < limit for p in sure]
 
     classifier = tiny_classifier(unknown_label="none", false_rejection_rate=0.4)
     kept = classifier.fitted_head_.kept()
     kept["threshold"] = float(np.median(classifier.outlier_score(files)))
     classifier._fitted = replace(classifier._fitted, fitted_head=FittedHead.from_kept(kept))
-    sorted_files, _ = sort_files(classifier, files, tmp_path / "two", min_probability=0)
+    sorted_files = sort_files(classifier, files, tmp_path / "two", min_probability=0).new
     unsure = [file.sorted_as.parent.name == UNSURE for file in sorted_files]
     assert unsure == (classifier.predict(files) == "none").tolist()
     assert [file.label for file in sorted_files].count("none") == 4
@@ -95,15 +99,15 @@ def test_a_second_run_adds_new_files_only_wherever_the_user_moved_the_others(
     classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, how: Any
 ) -> None:
     output = tmp_path / "sorted"
-    first, _ = sort_files(classifier, files[:5], output, how=how, min_probability=0)
+    first = sort_files(classifier, files[:5], output, how=how, min_probability=0).new
     corrected = output / "another class" / "renamed.png"
     corrected.parent.mkdir()
     first[0].sorted_as.rename(corrected)
-    second, _ = sort_files(classifier, files, output, how=how, min_probability=0)
+    second = sort_files(classifier, files, output, how=how, min_probability=0).new
     assert [file.path for file in second] == files[5:]
     assert not first[0].sorted_as.exists()
     assert corrected.read_bytes() == files[0].read_bytes()
-    assert sort_files(classifier, files, output, how=how) == ([], {})
+    assert sort_files(classifier, files, output, how=how) == NOTHING
 
 
 @pytest.mark.parametrize("folder", ["#recycle", ".Trash-1000", "@eaDir"])
@@ -113,7 +117,7 @@ def test_a_file_in_a_bin_is_not_taken_for_a_sorted_one(
     thrown_away = tmp_path / "sorted" / folder / "1.png"
     thrown_away.parent.mkdir(parents=True)
     thrown_away.write_bytes(files[0].read_bytes())
-    sorted_files, _ = sort_files(classifier, files[:2], tmp_path / "sorted")
+    sorted_files = sort_files(classifier, files[:2], tmp_path / "sorted").new
     assert [file.path for file in sorted_files] == files[:2]
 
 
@@ -125,7 +129,7 @@ def test_another_file_of_the_same_size_is_not_taken_for_a_sorted_one(
         Image.fromarray(pixels).save(path)
     assert paths[0].stat().st_size == paths[1].stat().st_size
     sort_files(classifier, paths[:1], tmp_path / "sorted")
-    sorted_files, _ = sort_files(classifier, paths, tmp_path / "sorted")
+    sorted_files = sort_files(classifier, paths, tmp_path / "sorted").new
     assert [file.path for file in sorted_files] == paths[1:]
 
 
@@ -135,11 +139,11 @@ def test_an_image_is_sorted_once_however_it_is_named(
     monkeypatch.chdir(tmp_path / "photos")
     output = Path("..") / "photos" / "sorted"
     given = [*files, Path("a", files[0].name), Path("..", "photos", "b", files[1].name)]
-    sorted_files, _ = sort_files(classifier, given, output, min_probability=0)
+    sorted_files = sort_files(classifier, given, output, min_probability=0).new
     assert sorted(file.path.resolve() for file in sorted_files) == sorted(files)
     copies = [path for path in Path().rglob("*.png") if path.parts[0] == "sorted"]
     assert len(copies) == len(files)
-    assert sort_files(classifier, [*files, *copies], output) == ([], {})
+    assert sort_files(classifier, [*files, *copies], output) == NOTHING
 
 
 def test_sorting_a_folder_into_itself_is_refused(classifier: SimpleCNAPSClassifier, files: list[Path]) -> None:
@@ -148,7 +152,7 @@ def test_sorting_a_folder_into_itself_is_refused(classifier: SimpleCNAPSClassifi
     with pytest.raises(ValueError, match=r"sort into another folder, such as .*sorted"):
         sort_files(classifier, files, photos)
     assert contents(photos) == before
-    assert sort_files(classifier, [], photos) == ([], {})
+    assert sort_files(classifier, [], photos) == NOTHING
 
 
 @pytest.mark.parametrize("how", ["copy", "link", "move"])
@@ -215,7 +219,7 @@ def test_what_cannot_be_sorted_is_reported_before_anything_is_written(
     with pytest.raises(ValueError, match="1 of 9 images cannot be read"):
         sort_files(classifier, [*files, broken], output)
     assert not output.exists()
-    sorted_files, problems = sort_files(classifier, [*files, broken], output, skip_errors=True)
+    sorted_files, _, _, problems = sort_files(classifier, [*files, broken], output, skip_errors=True)
     assert len(sorted_files) == 8
     assert problems.keys() == {broken}
     for labels, message in ((["a/b", "a:b"], "share the folder 'a_b'"), (["x", UNSURE], "rename the class")):
@@ -228,7 +232,7 @@ def test_what_cannot_be_sorted_is_reported_before_anything_is_written(
 def test_class_names_become_folders_of_any_system(files: list[Path], tmp_path: Path) -> None:
     names = {"blue": "sky/blue", "green": "..", "red": "red?"}
     classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), [names[n] for n in LABELS])
-    sorted_files, _ = sort_files(classifier, files, tmp_path / "deep" / "sorted", min_probability=0)
+    sorted_files = sort_files(classifier, files, tmp_path / "deep" / "sorted", min_probability=0).new
     assert {file.sorted_as.parent.name for file in sorted_files} == {"sky_blue", "__", "red_"}
 
 
@@ -253,7 +257,7 @@ def test_a_class_called_like_a_device_of_windows_gets_another_folder(
 ) -> None:
     names = {"blue": label, "green": "b", "red": "c"}
     classifier = SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), [names[n] for n in LABELS])
-    sorted_files, _ = sort_files(classifier, files, tmp_path / "sorted", min_probability=0)
+    sorted_files = sort_files(classifier, files, tmp_path / "sorted", min_probability=0).new
     assert {file.sorted_as.parent.name for file in sorted_files if file.label == label} == {folder}
 
 
@@ -279,14 +283,14 @@ def test_names_that_are_too_long_are_shortened_and_found_again(
     for file in files:  # of two folders, so that names are taken; the longest that there can be
         renamed.append(file.rename(file.with_name(stem[: -int(file.stem) - 1] + "x" * int(file.stem) + ".png")))
     originals = sorted(path.read_bytes() for path in renamed)
-    sorted_files, _ = sort_files(classifier, renamed, tmp_path / "sorted", how=how, min_probability=0)
+    sorted_files = sort_files(classifier, renamed, tmp_path / "sorted", how=how, min_probability=0).new
     by_label = {file.label: file.sorted_as.parent.name for file in sorted_files}
     assert len(set(by_label.values())) == len(by_label) == 3
     assert all(folder.startswith(character) for folder in by_label.values())
     assert sorted(file.sorted_as.read_bytes() for file in sorted_files) == originals
     assert {file.sorted_as.suffix for file in sorted_files} == {".png"}
     if how != "move":
-        assert sort_files(classifier, renamed, tmp_path / "sorted", how=how, min_probability=0) == ([], {})
+        assert sort_files(classifier, renamed, tmp_path / "sorted", how=how, min_probability=0) == NOTHING
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX")
@@ -295,5 +299,53 @@ def test_a_copy_has_the_mode_of_its_picture(
     mode: int, classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path
 ) -> None:
     files[0].chmod(mode)
-    [file], _ = sort_files(classifier, files[:1], tmp_path / "sorted")
+    [file] = sort_files(classifier, files[:1], tmp_path / "sorted").new
     assert stat.S_IMODE(file.sorted_as.stat().st_mode) == mode
+
+
+def reversed_classifier() -> SimpleCNAPSClassifier:
+    """Fitted to the same pictures, but blue is called red, and red blue."""
+    other = {"blue": "red", "red": "blue", "green": "green"}
+    return SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(8, 1), [other[name] for name in LABELS])
+
+
+@pytest.mark.parametrize("how", ["copy", "link", "move"])
+@pytest.mark.parametrize("given_again", [True, False])
+def test_what_was_unsure_goes_to_its_class_once_a_model_is_sure(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path, how: Any, given_again: bool
+) -> None:
+    output, originals = tmp_path / "sorted", sorted(path.read_bytes() for path in files)
+    first = sort_files(classifier, files, output, how=how, min_probability=1)
+    assert {file.sorted_as.parent for file in first.new} == {output / UNSURE}
+    assert sort_files(classifier, [], output, how=how, min_probability=1) == NOTHING
+    paths = files if given_again and how != "move" else list((output / UNSURE).iterdir()) if given_again else []
+    again = sort_files(classifier, paths, output, how=how, min_probability=0)
+    assert again.new == again.called_otherwise == []
+    assert sorted(file.path for file in again.no_longer_unsure) == sorted(file.sorted_as for file in first.new)
+    for file in again.no_longer_unsure:
+        assert file.sorted_as.parent == output / file.label
+        assert file.sorted_as.is_symlink() == (how == "link")
+    assert sorted(file.sorted_as.read_bytes() for file in again.no_longer_unsure) == originals
+    assert list((output / UNSURE).iterdir()) == []
+
+
+def test_sorted_files_that_a_model_calls_otherwise_are_listed_and_stay(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path
+) -> None:
+    output = tmp_path / "sorted"
+    first = sort_files(classifier, files, output, min_probability=0)
+    own = first.new[0].sorted_as.rename(output / "my own.png")
+    (output / "mine").mkdir()
+    own = own.rename(output / "mine" / "0.png")  # no class of the model, which cannot judge it
+    before, better = contents(output), reversed_classifier()
+    again = sort_files(better, files, output, min_probability=0)
+    assert again.new == again.no_longer_unsure == []
+    assert contents(output) == before
+    labels = dict(zip(files, better.predict(files).tolist(), strict=True))
+    expected = [file for file in first.new[1:] if labels[file.path] != file.label]
+    assert 0 < len(expected) < len(files)
+    assert [(file.path, file.sorted_as) for file in again.called_otherwise] == [
+        (file.path, file.sorted_as) for file in expected
+    ]
+    assert [file.label for file in again.called_otherwise] == [labels[file.path] for file in expected]
+    assert sort_files(better, files, output, min_probability=1) == NOTHING  # it is not sure enough

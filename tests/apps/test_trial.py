@@ -67,7 +67,7 @@ SESSION: dict[str, tuple[int, list[str]]] = {
         1,
         [
             "none of the 15 files that moved/motifs.csv lists is there",
-            "Relative paths start at the folder of the table",
+            "Relative paths start at its folder",
         ],
     ),
     "fit uneven -o uneven.safetensors --report": (
@@ -78,7 +78,10 @@ SESSION: dict[str, tuple[int, list[str]]] = {
             "uneven/trees/40.jpg (trees): unlike the other images of its class",
         ],
     ),
-    "predict motifs.safetensors new": (0, ["path,label", *(f"{kind}.jpg,{kind}" for kind in ("flower", "trees"))]),
+    "predict motifs.safetensors new": (
+        0,
+        ["path,label,checked,", *(f"{kind}.jpg,{kind},,{kind}," for kind in ("flower", "trees"))],
+    ),
     "predict motifs.safetensors films": (1, ["folder 'films' holds no image. Left out: 2 MP4 files."]),
     "sort motifs.safetensors new foreign -o sorted": (
         0,

@@ -252,7 +252,7 @@ def read(folder: Path, text: str) -> list[tuple[str, str]]:
         (folder / f"{name}.jpg").touch()
     table = folder / "labels.csv"
     table.write_bytes(text.encode())
-    return [(path.relative_to(folder).as_posix(), label) for path, label in zip(*read_labels(table), strict=True)]
+    return [(path.relative_to(folder).as_posix(), label) for path, label in zip(*read_labels(table)[:2], strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -346,6 +346,7 @@ def test_one_file_with_two_labels_is_refused_by_both_lines(again: str, tmp_path:
         [" label ", "Label", "label_1", "probability_1"],
         ["a;b;c;d;e", "f\tg\th\ti", "j, k", 'l"m', "n\no"],
         ["", "nothing"],
+        ["checked", "predicted", "probability", "doubtful"],
     ],
 )
 @pytest.mark.parametrize("top_k", [0, 2])
@@ -355,14 +356,14 @@ def test_a_table_with_probabilities_can_be_fitted_again(classes: list[str], top_
     for number, label in enumerate(labels):
         (tmp_path / f"{number}, a.jpg").touch()
         shares = {name: (0.9 if name.strip() == label else 0.1) for name in classes}
-        rows.append(LabelledFile(Path(f"{number}, a.jpg"), label, shares))
+        rows.append(LabelledFile(Path(f"{number}, a.jpg"), label, 0.9, probabilities=shares))
     stream = io.StringIO()
     write_csv(stream, rows, classes, top_k)
     columns, *cells = csv.reader(io.StringIO(stream.getvalue(), newline=""))
-    assert len(set(columns)) == len(columns) == 2 + len(classes) + 2 * top_k
+    assert len(set(columns)) == len(columns) == 5 + len(classes) + 2 * top_k
     assert all(len(row) == len(columns) for row in cells)
     (tmp_path / "labels.csv").write_text(stream.getvalue())
-    paths, found = read_labels(tmp_path / "labels.csv")
+    paths, found = read_labels(tmp_path / "labels.csv")[:2]
     assert found == labels
     assert [path.name for path in paths] == [f"{number}, a.jpg" for number in range(len(labels))]
 
@@ -370,4 +371,4 @@ def test_a_table_with_probabilities_can_be_fitted_again(classes: list[str], top_
 def test_a_file_whose_name_has_two_lines_can_be_in_a_table(tmp_path: Path) -> None:
     (tmp_path / "two\nlines.jpg").touch()
     (tmp_path / "labels.csv").write_text('path,label\n"two\nlines.jpg",cat\n')
-    assert read_labels(tmp_path / "labels.csv") == ([tmp_path / "two\nlines.jpg"], ["cat"])
+    assert read_labels(tmp_path / "labels.csv")[:2] == ([tmp_path / "two\nlines.jpg"], ["cat"])

@@ -60,7 +60,7 @@ def test_folders_and_tables_give_composed_labels(tmp_path: Path) -> None:
     assert sorted(load_folder(tmp_path)[1]) == [COMPOSED, COMPOSED, "tea"]
     table = tmp_path / "labels.csv"
     table.write_text(f"path,label\ntea/1.png,{DECOMPOSED}\ntea/1.png,{COMPOSED}\n", encoding="utf-8")
-    assert read_labels(table)[1] == [COMPOSED, COMPOSED]
+    assert read_labels(table).labels == [COMPOSED, COMPOSED]
 
 
 LARGE = 2**53

@@ -660,8 +660,9 @@ def test_the_command_line_rejects_and_keeps_probabilities_of_known_classes(model
         assert result.exit_code == 0, result.output
         header, row = result.stdout.splitlines()
         assert row.split(",")[1] == "neither"
-        assert header == ("path,label,blue,red" if options else "path,label")
-    assert sum(map(float, row.split(",")[2:])) == pytest.approx(1.0, abs=1e-5)
+        assert header == "path,label,checked,predicted,probability" + (",blue,red" if options else "")
+    assert row.split(",")[4] == ""  # of no class
+    assert sum(map(float, row.split(",")[5:])) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("shot", [3, 5])

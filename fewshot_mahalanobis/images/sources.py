@@ -1,0 +1,125 @@
+"""Labelled images of several sources: folders with a folder for each class, tables, files of boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fewshot_mahalanobis.images.boxes import is_box_file, read_boxes
+from fewshot_mahalanobis.images.folders import LabelledImages, find_class_images, is_table, read_labels
+from fewshot_mahalanobis.images.region import Region
+
+__all__ = ["read_sources"]
+
+#: So many corrections are listed one by one.
+_MOST_LISTED = 5
+
+
+class _Entry(NamedTuple):
+    image: Path | Region
+    label: str
+    group: str
+    place: Any  # the same for one file, or one box in it, however its path is written
+
+    def __str__(self) -> str:
+        return str(self.image)
+
+
+def read_sources(
+    sources: Sequence[Path],
+    *,
+    image_folder: Path | None = None,
+    margin: float = 0.0,
+    rows: str = "checked",
+    group_column: str | None = None,
+    at_least: int = 2,
+) -> tuple[LabelledImages, list[str]]:
+    """Read the images and labels of sources. What a later one says of an image corrects what an earlier one says.
+
+    Parameters
+    ----------
+    sources : sequence of Path
+        Folders with a sub-folder for each class, tables of paths and labels, files of boxes with labels.
+    image_folder : Path, optional
+        Where relative paths in tables and files of boxes start; by default the folder of each file.
+    margin : float
+        Of every box.
+    rows : {"checked", "sure", "all"}
+        What counts in a table that ``predict`` wrote: see :func:`~fewshot_mahalanobis.images.folders.rows_of_labels`.
+    group_column : str, optional
+        Column of the groups, which every source must have.
+    at_least : int
+        So many classes a folder must have, unless it is one of several sources.
+
+    Returns
+    -------
+    LabelledImages
+    notes : list of str
+        What was left out, and what was corrected.
+
+    Raises
+    ------
+    FileNotFoundError
+        A source is absent.
+    ValueError
+        A source cannot be read, or an argument is for sources of another kind. The message names it.
+    """
+    _check_kinds(sources, image_folder, margin)
+    entries, notes = list[_Entry](), list[str]()
+    for source in sources:
+        read = _read(source, image_folder, margin, rows, group_column, at_least if len(sources) == 1 else 1)
+        group_names = read.groups or [""] * len(read.images)
+        new = [_Entry(*row, _place(row[0])) for row in zip(read.images, read.labels, group_names, strict=True)]
+        labels = {entry.place: entry.label for entry in new}
+        corrected = [entry for entry in entries if labels.get(entry.place, entry.label) != entry.label]
+        notes += [f"{source}: {note}" for note in (read.note, _corrections(corrected, labels)) if note]
+        entries = [entry for entry in entries if entry.place not in labels] + new
+    groups = None if group_column is None else [entry.group for entry in entries]
+    return LabelledImages([entry.image for entry in entries], [entry.label for entry in entries], groups), notes
+
+
+def _check_kinds(sources: Sequence[Path], image_folder: Path | None, margin: float) -> None:
+    """ValueError if an argument is for a kind of source that there is none of."""
+    listed, has = ", ".join(map(str, sources)), "has" if len(sources) == 1 else "have"
+    if margin and not any(map(is_box_file, sources)):
+        raise ValueError(f"--margin is for boxes, and {listed} {has} none")
+    if image_folder is not None and not any(is_table(source) or is_box_file(source) for source in sources):
+        raise ValueError(f"--image-folder is for a table or a file of boxes, and there is none among {listed}")
+
+
+def _read(
+    source: Path, image_folder: Path | None, margin: float, rows: str, group_column: str | None, at_least: int
+) -> LabelledImages:
+    """One source."""
+    if group_column is not None and not is_table(source):
+        raise ValueError(
+            f"--groups {group_column}: a folder or a JSON file has no columns. Give a table with path, label and "
+            f"{group_column} in place of {source}"
+        )
+    if is_box_file(source):
+        boxes = read_boxes(source, image_folder=image_folder, margin=margin, rows=rows, group_column=group_column)
+        if boxes.labels is None:
+            raise ValueError(f"{source} has boxes without labels: give a table with a column label, or a COCO file")
+        return LabelledImages([*boxes.regions], boxes.labels, boxes.groups, boxes.note)
+    if is_table(source):
+        return read_labels(source, image_folder, rows=rows, group_column=group_column)
+    if source.suffix == ".safetensors" and source.is_file():
+        raise ValueError(f"{source} is a model, not images. To add images to it: --from {source}")
+    images = find_class_images(source, at_least=at_least)
+    return LabelledImages([*images.paths], images.labels, note=images.note())
+
+
+def _place(image: Path | Region) -> Any:
+    if isinstance(image, Region):
+        return Path(image.image).resolve(), image.box, image.normalized
+    return image.resolve()
+
+
+def _corrections(corrected: Sequence[_Entry], labels: dict[Any, str]) -> str:
+    """A sentence about the images that a source gives other labels than an earlier source."""
+    if not corrected:
+        return ""
+    listed = [f"{entry} ({entry.label} -> {labels[entry.place]})" for entry in corrected[:_MOST_LISTED]]
+    more = [f"{len(corrected) - _MOST_LISTED} more"] if len(corrected) > _MOST_LISTED else []
+    return f"Corrected: {', '.join(listed + more)}."
