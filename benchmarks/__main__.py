@@ -21,6 +21,7 @@ PAGES = {
     "speed.md": (
         "startup",
         "task",
+        "cores",
         "checkpoints",
         "head",
         "streaming",
@@ -28,6 +29,7 @@ PAGES = {
         "regions",
         "scaling",
         "export",
+        "pixel_graph",
         "compile",
         "precision",
         "ray_labelling",
