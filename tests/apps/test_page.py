@@ -97,7 +97,8 @@ def files_of_two(tmp_path: Path) -> dict[str, list[str]]:
     """Two picture files of each of two classes."""
     for index, image in enumerate(pictures(4, 3)):
         Image.fromarray(image).save(tmp_path / f"{index}.png")
-    return {name: [str(tmp_path / f"{i}.png") for i in two] for name, two in (("red", (0, 1)), ("blue", (2, 3)))}
+    files = [str(tmp_path / f"{index}.png") for index in range(4)]
+    return {"red": files[:2], "<img src=x onerror=document.title='taken'> blue": files[2:]}
 
 
 def teach(page: Page, name: str, files: list[str]) -> None:
@@ -284,7 +285,8 @@ def test_what_is_taught_survives_a_reload_and_is_no_other_browsers(files_of_two:
             expect(visit.locator("#classes")).to_contain_text("red 2")
             expect(visit.locator("#answers strong")).to_have_count(2)
             expect(visit.locator("#gallery button img")).to_have_count(4)
-            teach(visit, "blue", files_of_two["red"])
+            assert visit.locator("img[src=x]").count() == 0  # the name of the second class is text
+            teach(visit, [*files_of_two][1], files_of_two["red"])
             again = context.new_page()  # another tab
             again.goto(address)
             expect(again.locator("#classes")).to_contain_text("blue 4")
