@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -84,4 +85,29 @@ def test_an_error_of_one_batch_is_raised_and_the_threads_end() -> None:
 
     with pytest.raises(ValueError, match="batch 1"):
         map_in_threads(failing, numbered(6))
+    assert (threading.active_count(), torch.get_num_threads()) == (before, 3)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs a signal to one thread")
+def test_ctrl_c_leaves_the_batches_that_wait_and_the_threads_end() -> None:
+    before, arrived, begun = threading.active_count(), threading.Event(), list[int]()
+
+    def interrupt(*_: object) -> None:
+        arrived.set()
+        raise KeyboardInterrupt
+
+    def waiting(batch: Tensor) -> Tensor:
+        begun.append(int(batch))
+        if batch == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert arrived.wait(timeout=60)
+        return batch
+
+    handler = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            map_in_threads(waiting, numbered(10_000))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert len(begun) < 10_000
     assert (threading.active_count(), torch.get_num_threads()) == (before, 3)
