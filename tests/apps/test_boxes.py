@@ -235,3 +235,20 @@ def test_a_page_shows_the_regions_that_fit_learned_from(folder: Path, model: Pat
     for index, colour in enumerate((*COLOURS.values(),) * 6):
         with Image.open(io.BytesIO(base64.b64decode(shown[index]["picture"].split(",")[1]))) as picture:
             assert np.abs(np.asarray(picture, float).mean((0, 1)) - colour).max() < 20
+
+
+def test_coco_annotations_that_predict_scored_are_learned_only_on_request(
+    checkpoint: Path, folder: Path, model: Path, tmp_path: Path
+) -> None:
+    document = json.loads(run("predict", model, folder / "coco.json", "--json"))
+    scored, out = tmp_path / "scored.json", tmp_path / "model.safetensors"
+    given = ("fit", scored, "-o", out, "--checkpoint", checkpoint, "--image-folder", folder, "--groups", "none")
+    scored.write_text(json.dumps(document))
+    said = run(*given, status=1)
+    assert "18 annotations with a score, answers of a network (--rows all takes them)" in said
+    assert not out.exists()
+    assert "3 classes" in run(*given, "--rows", "all")
+    for entry in document["annotations"][:9]:  # as a tool writes what somebody has corrected
+        del entry["score"]
+    scored.write_text(json.dumps(document))
+    assert "3 classes (blue 3, green 3, red 3)" in run(*given)
