@@ -312,7 +312,7 @@ def test_constructor_arguments_are_kept_and_cloned(model: SimpleCNAPS, support: 
     arguments = {
         "checkpoint": "somewhere", "head": "cosine", "adapt": False, "device": "cpu", "precision": "float32",
         "batch_size": 3, "temperature": 2.0, "unknown_label": "none", "false_rejection_rate": 0.2,
-        "value_range": (0, 255), "image_size": 40, "n_jobs": 2, "verbose": 0,
+        "priors": [0.2, 0.3, 0.5], "value_range": (0, 255), "image_size": 40, "n_jobs": 2, "verbose": 0,
     }  # fmt: skip
     classifier = SimpleCNAPSClassifier(**arguments)  # type: ignore[arg-type]
     assert classifier.get_params() == arguments
