@@ -132,8 +132,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         the order of ``classes_``. By default all are equal, whatever the numbers of support images.
     unknown_label : str, int or float, optional
         Label that ``predict`` gives to an image too far from every class. It must differ from the classes and have
-        their type. At least one class needs two support images. Every image then takes a second pass, through the
-        network without adaptation.
+        their type. At least one class needs two support images; a single class is enough. Every image then takes a
+        second pass, through the network without adaptation.
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). The smallest that n
         support images allow is 1 / (n + 1).
@@ -231,7 +231,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             The support set, in any order. Or, without ``y``, a map-style dataset of (image, label) pairs with its
             ``classes``, such as torchvision's ``ImageFolder`` or a ``Subset`` of one. Its pairs count, not ``targets``.
         y : array-like of shape (n,)
-            Labels: strings, or numbers of one type (integers, Booleans, whole floats); at least two different ones.
+            Labels: strings, or numbers of one type (integers, Booleans, whole floats); at least two different ones, or
+            one with ``unknown_label``.
         groups : sequence of n strings or numbers, optional
             Images of one group, such as frames of one video or pictures of one object, are left out together where
             threshold, temperature and settings are chosen by leaving images out; each group counts once. A group may
@@ -244,8 +245,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         ValueError
             An image or a label cannot be used (the message names it;
             :class:`~fewshot_mahalanobis.images.errors.ImageError` for images), their numbers differ, there is only one
-            class, ``priors`` do not fit the classes, or a constructor argument is unknown. A UserWarning says so if
-            ``false_rejection_rate`` is smaller than so few support images allow.
+            class and no ``unknown_label``, ``priors`` do not fit the classes, or a constructor argument is unknown. A
+            UserWarning says so if ``false_rejection_rate`` is smaller than so few support images allow.
         """
         if y is None and (pairs := labelled_pairs(X)) is not None:
             X, y = pairs
@@ -289,13 +290,14 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         return features_of_batches(batches, fitted.network, unadapted, batches.batch_size)
 
     def _check_classes(self, labels: NDArray[Any], allowed: NDArray[Any] | None) -> None:
-        """Raise ValueError unless there are two classes or more, which ``unknown_label`` differs from."""
+        """Raise ValueError unless there is something to tell apart, and ``unknown_label`` differs from the classes."""
         check_allowed(labels, allowed)
         classes = np.unique(labels)
-        if len(classes) < 2 and (allowed is None or len(allowed) < 2):
+        if len(classes) < 2 and self.unknown_label is None and (allowed is None or len(allowed) < 2):
             raise ValueError(
-                f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}. A stream that "
-                "begins with one class names all of them: partial_fit(X, y, classes=...)"
+                f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}. To tell this "
+                "class from everything else, set unknown_label. A stream that begins with one class names all of "
+                "them: partial_fit(X, y, classes=...)"
             )
         output_labels(classes, self.unknown_label)
 
@@ -320,7 +322,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             Labels, of the type given to ``fit``.
         classes : array-like, optional
             Every label that may ever occur, remembered by later calls but not in a saved file; ``classes_`` holds those
-            that have occurred. If no call names them, any label may occur, and the first call needs two classes.
+            that have occurred. If no call names them, any label may occur, and the first call needs two classes, or one
+            with ``unknown_label``.
         groups : sequence of n strings or numbers, optional
             As for ``fit``; equal groups of different calls are one. Without them new images are compared with all
             images so far; after :meth:`load`, copies of earlier images are recognised only if they are the same again.

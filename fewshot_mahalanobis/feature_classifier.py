@@ -61,7 +61,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         LinearDiscriminantAnalysis, which takes them from those.
     unknown_label : str or number, optional
         Label that ``predict`` gives to a query too far from every class. It must differ from the classes and have their
-        type. At least one class needs two examples.
+        type. At least one class needs two examples; a single class is enough.
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). With n training examples
         the smallest possible share is 1 / (n + 1).

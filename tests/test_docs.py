@@ -67,11 +67,14 @@ def commands() -> Iterator[tuple[Path, str]]:
 
 @pytest.fixture
 def folder_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that the pages speak of: two classes in ``support``, and ``new``."""
+    """The folders that the pages speak of: two classes in ``support``, and ``new``; two in ``parts``, and ``today``."""
     rng = np.random.default_rng(0)
-    for name, colour in {"support/cat": (200, 120, 40), "support/dog": (40, 80, 200), "new": (190, 120, 60)}.items():
+    cat, dog, other = (200, 120, 40), (40, 80, 200), (190, 120, 60)
+    of_cats_and_dogs = {"support/cat": (cat, 3), "support/dog": (dog, 3), "new": (other, 3)}
+    of_parts = {"parts/good": (cat, 12), "parts/defect": (dog, 3), "today": (other, 3)}
+    for name, (colour, count) in {**of_cats_and_dogs, **of_parts}.items():
         (tmp_path / name).mkdir(parents=True)
-        for index in range(3):
+        for index in range(count):
             pixels = np.clip(np.array(colour) + rng.normal(0, 30, (60, 80, 3)), 0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(tmp_path / name / f"{index}.jpg")
     monkeypatch.chdir(tmp_path)

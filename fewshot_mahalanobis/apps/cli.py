@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import shlex
 import sys
 from collections import Counter
@@ -243,7 +244,8 @@ def fit(
         )
         classifier.save(output)
     counts = ", ".join(f"{name} {n}" for name, n in zip(classifier.classes_, classifier.class_counts_, strict=True))
-    typer.echo(f"{output}: {len(classifier.classes_)} classes ({counts})")
+    classes = "class" if len(classifier.classes_) == 1 else "classes"
+    typer.echo(f"{output}: {len(classifier.classes_)} {classes} ({counts})")
     if report:
         typer.echo(classifier.summary().describe())
     report_skipped(skipped, len(images))
@@ -267,6 +269,13 @@ def predict(
     min_probability: Annotated[
         float | None,
         typer.Option(min=0, max=1, help="Mark images as doubtful that are less probable than this, or of no class."),
+    ] = None,
+    threshold: Annotated[
+        str | None,
+        typer.Option(
+            help="CLASS=P: an image gets this label if the probability of the class is at least P, else the most "
+            "probable other one; defect=0.2, say. An image unlike every class stays unknown."
+        ),
     ] = None,
     image_folder: ImageFolder = None,
     margin: Margin = 0.0,
@@ -298,6 +307,8 @@ def predict(
         fewshot-mahalanobis predict flowers.safetensors 1.jpg 2.jpg --json --top-k 3
 
         fewshot-mahalanobis predict birds.safetensors detections.json --json --category animal > classified.json
+
+        fewshot-mahalanobis predict parts.safetensors today/ --threshold defect=0.2 > labels.csv
     """
     from fewshot_mahalanobis.apps.labelling import filled_in, predict_files, to_json, write_csv
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
@@ -316,7 +327,10 @@ def predict(
         if top_k > len(classes):
             raise ValueError(f"--top-k {top_k} is more than the {len(classes)} classes of {model}")
         wanted = proba or top_k > 0 or bool(again)
-        predictions, skipped = predict_files(classifier, pictures, probabilities=wanted, skip_errors=skip_errors)
+        limit = None if threshold is None else _threshold(threshold, classes)
+        predictions, skipped = predict_files(
+            classifier, pictures, probabilities=wanted, threshold=limit, skip_errors=skip_errors
+        )
     if as_csv:
         write_csv(sys.stdout, predictions, classes if proba else [], top_k, min_probability)
     elif again:
@@ -325,6 +339,23 @@ def predict(
     else:
         typer.echo(to_json(predictions, proba, top_k, min_probability))
     report_skipped(skipped, len(pictures))
+
+
+def _threshold(text: str, classes: list[Any]) -> tuple[Any, float]:
+    """The class and the probability of "CLASS=P"."""
+    name, _, share = text.rpartition("=")
+    try:
+        limit = float(share)
+    except ValueError:
+        limit = math.nan
+    if not 0 <= limit <= 1:
+        raise ValueError(
+            f"--threshold {text}: it is CLASS=P with a probability P from 0 to 1, such as {classes[0]}=0.2"
+        )
+    for label in classes:
+        if str(label) == name:
+            return label, limit
+    raise ValueError(f"--threshold {text}: {name!r} is none of the classes {', '.join(map(str, classes))}")
 
 
 #: Options of `fit` that a model file has already.

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.boxes import BOX_COLUMNS, Boxes
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.folders import ANSWER_COLUMNS
 from fewshot_mahalanobis.images.region import Region
+from fewshot_mahalanobis.support_set.estimator import Predictions
 
 #: What is labelled.
 Picture = TypeVar("Picture", bound=Path | Region)
@@ -47,13 +51,13 @@ class LabelledFile:
 
     path: Path
     label: Any
-    probability: float  # of the most probable class
+    probability: float  # of the label; where that is of no class, of the most probable class
     unknown: bool = False  # whether it is of no class
     probabilities: dict[Any, float] | None = None
     box: tuple[float, float, float, float] | None = None  # of a region: x, y, width and height in pixels
 
     def doubtful(self, min_probability: float) -> bool:
-        """Whether it is of no class, or no class has this probability."""
+        """Whether it is of no class, or less probable than this."""
         return self.unknown or self.probability < min_probability
 
     def top(self, k: int) -> list[tuple[Any, float]]:
@@ -126,6 +130,7 @@ def predict_files(
     paths: Sequence[Picture],
     *,
     probabilities: bool = False,
+    threshold: tuple[Any, float] | None = None,
     skip_errors: bool = False,
 ) -> tuple[list[LabelledFile], dict[Picture, str]]:
     """Label image files, or regions of them, by a fitted classifier.
@@ -137,6 +142,10 @@ def predict_files(
     paths : sequence of Path or Region
     probabilities : bool
         Keep the probabilities of every class.
+    threshold : (label, float), optional
+        A class and a probability: an image gets this label if its probability is at least that, else the most probable
+        other one. Images unlike every class stay unknown. For two classes it is scikit-learn's
+        ``FixedThresholdClassifier``.
     skip_errors : bool
         Leave out images that cannot be read.
 
@@ -165,8 +174,11 @@ def predict_files(
             continue  # only to find the other images that cannot be read
         answers = classifier.predict_all(batch)
         rows = answers.probabilities.tolist() if probabilities else [None] * len(batch.indices)
-        best, unknown = answers.probabilities.max(axis=1).tolist(), answers.unknown.tolist()
-        answered = zip(batch.indices, answers.labels.tolist(), best, unknown, rows, batch.boxes, strict=True)
+        labels, best = answers.labels, answers.probabilities.max(axis=1)
+        if threshold is not None:
+            labels, best = _at_threshold(answers, classes, *threshold)
+        unknown = answers.unknown.tolist()
+        answered = zip(batch.indices, labels.tolist(), best.tolist(), unknown, rows, batch.boxes, strict=True)
         for index, label, probability, is_unknown, row, pixels in answered:
             image, by_class = paths[index], None if row is None else dict(zip(classes, row, strict=True))
             if isinstance(image, Region):
@@ -176,6 +188,19 @@ def predict_files(
             predictions.append(LabelledFile(path, label, probability, is_unknown, by_class, box))
     _check(problems, len(paths), skip_errors)
     return predictions, problems
+
+
+def _at_threshold(
+    answers: Predictions, classes: list[Any], label: Any, threshold: float
+) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Labels (m,), ``label`` where its probability reaches the threshold, else the best other one, and their shares."""
+    column = classes.index(label)
+    ranked = answers.probabilities.copy()
+    ranked[:, column] = np.where(ranked[:, column] >= threshold, np.inf, -np.inf)
+    chosen = np.where(answers.unknown, answers.probabilities.argmax(axis=1), ranked.argmax(axis=1))
+    labels = np.array(classes, answers.labels.dtype)[chosen]
+    probabilities = np.take_along_axis(answers.probabilities, chosen[:, None], axis=1)[:, 0]
+    return np.where(answers.unknown, answers.labels, labels), probabilities
 
 
 def write_csv(
@@ -258,14 +283,18 @@ def filled_in(
     labels : sequence
         All labels that the classifier may give.
     top_k : int
-        So many of the most probable classes for each box. One that is unlike every class gets its label alone, as sure.
+        So many classes for each box: its label, then the most probable others. One that is unlike every class gets its
+        label alone, as sure.
     """
     answers = iter(predictions)
 
     def answer() -> list[tuple[Any, float]]:
         prediction = next(answers)
-        known = prediction.label in (prediction.probabilities or {})
-        return prediction.top(top_k) if known else [(prediction.label, 1.0)]
+        probabilities = prediction.probabilities or {}
+        if prediction.label not in probabilities:
+            return [(prediction.label, 1.0)]
+        # Its own label first, which a threshold may have chosen, then the most probable.
+        return sorted(prediction.top(len(probabilities)), key=lambda pair: pair[0] != prediction.label)[:top_k]
 
     document = boxes.fill(labels, [None if region in problems else answer() for region in boxes.regions])
     return json.dumps(document, indent=1, ensure_ascii=False)

@@ -156,6 +156,8 @@ def public_checkpoint(checkpoint: Any) -> str | None:
 
 def _accuracy(summary: SupportSummary, adapted: bool) -> str:
     right, counted, images = summary.right, summary.counted, sum(summary.counts.values())
+    if len(summary.counts) == 1:
+        return "Not measured: there is one class, and nothing to take an image of it for."
     if not counted:
         return "Not measured: every class has one support image, and none can be left out."
     interval = binomtest(right, counted).proportion_ci(0.95, method="wilson")

@@ -153,8 +153,8 @@ def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
     FileNotFoundError
         There is no folder at ``path``.
     ValueError
-        Fewer than two sub-folders have images (the message lists the other files); or the sub-folders are no classes,
-        but parts of a data set, such as "train" and "val", or all have the same sub-folders.
+        No sub-folder has images, or one of several (the message lists the other files); or the sub-folders are no
+        classes, but parts of a data set, such as "train" and "val", or all have the same sub-folders.
 
     Warns
     -----
@@ -200,9 +200,10 @@ def find_class_images(path: str | os.PathLike[str], *, at_least: int = 2) -> Cla
         else:
             ignored[kind] += 1
     result = ClassImages(paths, ignored, labels, empty, unsure)
-    if len(set(labels)) < at_least:
+    nested = any(len(names - {""}) > 1 for names in sub_folders.values())
+    # One class may be meant: ``fit`` knows.
+    if not labels or (len(set(labels)) < at_least and (nested or empty)):
         have = f"one sub-folder with images, {labels[0]!r}" if labels else "no sub-folder with images"
-        nested = any(len(names - {""}) > 1 for names in sub_folders.values())
         hint = f"Are the classes in {str(root / next(iter(sub_folders)))!r}? " if nested else ""
         needed = "at least two are needed, one for each class" if at_least > 1 else "expected one for each class"
         raise ValueError(f"{root} has {have}; {needed}. {hint}{result.note()}".rstrip())

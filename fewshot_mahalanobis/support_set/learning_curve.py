@@ -193,10 +193,10 @@ def learning_curve(fitted: FittedHead, left_out_logits: Tensor, noun: str = "exa
     Returns
     -------
     LearningCurve or None
-        None if no class has two examples, copies not counted.
+        None if no class has two examples, copies not counted, or there is one class.
     """
     sets = _Sets(fitted)
-    if sets.counts.max() == 1:
+    if sets.counts.max() == 1 or len(sets.counts) == 1:
         return None
     numbers = _numbers(int(sets.counts.max()) - 1)
     stay = torch.stack([sets.counts.sub(1).clamp(min=1, max=m) for m in numbers])  # of each class (numbers, k)

@@ -91,7 +91,7 @@ class SupportSummary:
         Support examples of each class.
     right, counted : int
         Support examples classified correctly by the others, and those that were left out: all that are not alone in
-        their class, copies not counted.
+        their class, copies not counted. 0 of 0 where there is one class, as there is nothing to take an example for.
     confusions : list of Confusion
         Most frequent first.
     suspects : list of Suspect
@@ -100,7 +100,7 @@ class SupportSummary:
         The places of the examples of each group of two or more that was left out together: copies, or those of
         a common group given to ``fit``.
     curve : LearningCurve or None
-        Accuracy with fewer examples a class, and what more would bring; None if no class has two.
+        Accuracy with fewer examples a class, and what more would bring; None where the accuracy is not measured.
     noun : str
         What the text calls an example: "image" where they are images.
     priors : dict of label to float, optional
@@ -127,7 +127,7 @@ class SupportSummary:
 
     @property
     def accuracy(self) -> float:
-        """Leave-one-out accuracy, from 0 to 1; NaN if no class has two examples."""
+        """Leave-one-out accuracy, from 0 to 1; NaN if no class has two examples, or there is one class."""
         return self.right / self.counted if self.counted else float("nan")
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ class SupportSummary:
         """
         names = self.names if names is None else names
         total = sum(self.counts.values())
-        lines = [f"{total} support {self.noun}s of {len(self.counts)} classes"]
+        lines = [f"{total} support {self.noun}s of {len(self.counts)} class{'es' * (len(self.counts) > 1)}"]
         lines += [f"  {label}: {number}" for label, number in self.counts.items()]
         fewest, most = min(self.counts, key=self.counts.__getitem__), max(self.counts, key=self.counts.__getitem__)
         if self.counts[most] >= MAX_IMBALANCE * self.counts[fewest]:
@@ -161,6 +161,8 @@ class SupportSummary:
                 lines.append(f"  and {len(self.groups) - MAX_LINES} more groups")
         if self.counted:
             lines.append(f"Leave-one-out accuracy: {self.right} of {self.counted} ({self.accuracy:.0%})")
+        elif len(self.counts) == 1:
+            lines.append("Leave-one-out accuracy: not measured, as there is one class and nothing to take it for")
         else:
             lines.append(
                 f"Leave-one-out accuracy: not measured, as every class has one {self.noun}. A second {self.noun} of "
@@ -207,13 +209,14 @@ def summarise(fitted: FittedHead, noun: str = "example") -> SupportSummary:
     counted = weights > 0
     predicted = logits.argmax(dim=1)
     wrong = counted & (predicted != labels)
+    compared = counted & (len(names) > 1)
     pairs = Counter(zip(labels[wrong].tolist(), predicted[wrong].tolist(), strict=True))
     mislabelled = _wrong_labels(logits, labels, wrong, weights)
     known = set(mislabelled)
     return SupportSummary(
         dict(zip(names, counts.tolist(), strict=True)),
-        int((counted & ~wrong).sum()),
-        int(counted.sum()),
+        int((compared & ~wrong).sum()),
+        int(compared.sum()),
         [Confusion(names[true], names[other], number) for (true, other), number in pairs.most_common()],
         [
             *(Suspect(i, names[labels[i]], "wrong label", names[predicted[i]], o) for i, o in mislabelled.items()),

@@ -152,6 +152,14 @@ def test_the_same_json_is_written_with_its_classification(folder: Path, model: P
     names = {category["id"]: category["name"] for category in coco["categories"]}
     assert [names[entry["category_id"]] for entry in coco["annotations"]] == [row["label"] for row in rows]
 
+    again = ("--json", "--threshold", "green=0", "--top-k", 2)
+    coco = json.loads(run("predict", model, folder / "coco.json", *again))
+    assert {names[entry["category_id"]] for entry in coco["annotations"]} == {"green"}
+    filled = json.loads(run("predict", model, file, *given[:2], *again))
+    first = [detection["classifications"] for image in filled["images"] for detection in image["detections"]]
+    assert {filled["classification_categories"][shown[0][0]] for shown in first} == {"green"}
+    assert all(len(shown) == 2 for shown in first)
+
 
 def test_boxes_that_are_none_are_listed_with_file_row_and_box_and_skipped_on_request(
     folder: Path, model: Path, tmp_path: Path

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFile
+from sklearn.frozen import FrozenEstimator
+from sklearn.model_selection import FixedThresholdClassifier
 from typer.testing import CliRunner
 
 import fewshot_mahalanobis
@@ -268,6 +270,46 @@ def test_the_best_labels_come_in_order_in_csv_and_json(photos, model):
     assert entry["probabilities"]["blue"] == pytest.approx(everything["blue"], abs=1e-6)
     (entry,) = json.loads(run("predict", model, photos / "red" / "0.png", "--json"))
     assert set(entry) == {"path", "label"}
+
+
+def test_a_class_is_labelled_from_the_threshold_of_its_probability_on(photos, model):
+    rows = table_of(run("predict", model, photos, "--proba"))
+    by_probability = sorted(rows, key=lambda row: float(row["green"]))
+    threshold = float(by_probability[5]["green"]) - 1e-6  # four images of nine reach it
+    for row in table_of(run("predict", model, photos, "--proba", "--threshold", f"green={threshold}")):
+        others = max(("blue", "red"), key=lambda name: float(row[name]))
+        assert row["label"] == ("green" if float(row["green"]) >= threshold else others)
+    assert {row["label"] for row in table_of(run("predict", model, photos, "--threshold", "blue=0"))} == {"blue"}
+    for wrong, message in (
+        ("green", "it is CLASS=P"),
+        ("green=most", "it is CLASS=P"),
+        ("green=1.5", "a probability P from 0 to 1"),
+        ("gold=0.5", "'gold' is none of the classes blue, green, red"),
+    ):
+        assert message in run("predict", model, photos, "--threshold", wrong, status=1)
+
+
+def test_with_two_classes_a_threshold_is_that_of_scikit_learn(checkpoint, photos, tmp_path):
+    paths = sorted([*photos.glob("red/*.png"), *photos.glob("blue/*.png")])
+    classifier = SimpleCNAPSClassifier(checkpoint, device="cpu").fit(paths, [path.parent.name for path in paths])
+    probabilities = sorted(classifier.predict_proba(paths)[:, 1])
+    for threshold in (0.0, probabilities[2], 0.5, probabilities[4], 1.0):
+        fixed = FixedThresholdClassifier(FrozenEstimator(classifier), threshold=threshold, pos_label="red")
+        expected = fixed.fit(paths, classifier.predict(paths)).predict(paths).tolist()
+        predictions, _ = predict_files(classifier, paths, threshold=("red", threshold))
+        assert [prediction.label for prediction in predictions] == expected
+
+
+def test_good_pictures_alone_are_told_from_everything_else(checkpoint, photos, tmp_path):
+    (tmp_path / "parts").mkdir()
+    shutil.copytree(photos / "green", tmp_path / "parts" / "good")
+    fit = ("fit", tmp_path / "parts", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+    assert "To tell this class from everything else, set unknown_label" in run(*fit, status=1)
+    said = run(*fit, "--unknown-label", "defect", "--false-rejection-rate", "0.3", "--report")
+    assert "1 class (good 3)" in said
+    assert "not measured, as there is one class" in said
+    always = run("predict", tmp_path / "m", photos / "red", "--threshold", "good=0")
+    assert [row["label"] for row in table_of(always)] == ["defect"] * 3  # unknown stays unknown
 
 
 def test_more_labels_than_there_are_classes_are_refused(photos, model):

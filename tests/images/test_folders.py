@@ -220,8 +220,10 @@ def test_a_folder_of_nothing_but_heic_says_what_to_install(tmp_path: Path, monke
         find_images(tmp_path)
 
 
-def test_fewer_than_two_classes_are_refused_in_plain_words(root: Path) -> None:
+def test_fewer_than_two_classes_are_refused_in_plain_words_unless_one_may_be_meant(root: Path) -> None:
     shutil.rmtree(root / "dog")
+    assert {*load_folder(root)[1]} == {"cat"}
+    (root / "dog").mkdir()
     with pytest.raises(ValueError, match="has one sub-folder with images, 'cat'; at least two are needed"):
         load_folder(root)
     with pytest.raises(ValueError, match=r"has no sub-folder with images; .* 2 images outside the class folders"):
