@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import re
 import warnings
@@ -15,13 +16,14 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks import __main__ as command
-from benchmarks import calibration, plain, scaling, startup, timing, which_next
+from benchmarks import calibration, inspection, plain, scaling, startup, timing, which_next
 from benchmarks.feature_peers import in_support_span, lda_scores
 from benchmarks.feature_tasks import Features, measure
 from benchmarks.record import Record, Table
 from benchmarks.tasks import drawn_features
 from fewshot_mahalanobis import MahalanobisHead, SimpleCNAPS
 from fewshot_mahalanobis.research.episodes.sampling import Episode
+from fewshot_mahalanobis.research.evaluation.result import Accuracy
 from tests.drawn_tasks import make_task
 
 
@@ -191,3 +193,41 @@ def test_the_calibration_error_is_that_of_its_definition() -> None:
         if inside.any():
             expected += inside.mean() * abs(confidence[inside].mean() - correct[inside].mean())
     assert calibration.expected_calibration_error(confidence, correct) == pytest.approx(expected)
+
+
+def test_the_record_of_good_against_defect_has_the_tables_of_what_was_measured() -> None:
+    record = command.RESULTS / "inspection.md"
+    assert inspection.tables(json.loads(record.with_suffix(".json").read_text())) in record.read_text()
+
+
+def test_the_page_on_good_against_defect_has_the_figures_of_the_record() -> None:
+    results = json.loads((command.RESULTS / "inspection.json").read_text())
+    page = (Path(__file__).parents[1] / "docs" / "inspection.md").read_text(encoding="utf-8")
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    ways = {
+        "good pictures alone, 5 % promised": "good pictures alone",
+        "both, threshold of left-out good pictures, 5 % promised": "both, the threshold of left-out good pictures",
+        "both, the more probable label": "both, the more probable",
+        "both, tuned to a cost of 10 to 1": "both, tuned to a cost of 10 to 1",
+    }
+    sets = table[0][1:]
+    assert sets == [*results]
+    for title, *cells in table[2:]:
+        for name, cell in zip(sets, cells, strict=True):
+            both = (Accuracy.of(np.array([task[ways[title]][column] for task in results[name]])) for column in (0, 1))
+            assert cell == " / ".join(f"{100 * share.mean:.1f} ± {100 * share.half_width:.1f}" for share in both)
+    assert len(table) == 2 + len(ways)
+
+
+def test_good_and_bad_cells_are_read_from_their_table(tmp_path: Path) -> None:
+    rows = ("a.png 0.0 mono", "b.png 1.0 poly", "c.png 0.3333333333333333 mono", "d.png  1.0   mono")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    assert inspection.cells(tmp_path) == {
+        "solar cells, monocrystalline": {"good": [tmp_path / "a.png"], "defect": [tmp_path / "d.png"]},
+        "solar cells, polycrystalline": {"good": [], "defect": [tmp_path / "b.png"]},
+    }
+
+
+def test_a_missed_defect_costs_as_many_false_alarms_as_is_said() -> None:
+    truth, predicted = np.array(["good", "good", "defect", "defect"]), np.array(["good", "defect", "good", "defect"])
+    assert inspection.cost(truth, predicted, "defect") == (1 + inspection.COST) / 4
