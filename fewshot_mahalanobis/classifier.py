@@ -55,8 +55,9 @@ class _Fitted(FittedNetwork):
     fitted_head: FittedHead
     unadapted: AdaptedNetwork | None  # the network as pretrained, if the outlier score compares its features too
     allowed: NDArray[Any] | None = None  # every class that may occur, if partial_fit was told
-    pictures: torch.Tensor | None = None  # small pictures of the support images, for copies; not in files and pickles
-    names: list[str | None] | None = None  # paths of the support images, or None; not in files and pickles
+    # Of images of classes, then of none; not in files and pickles:
+    pictures: torch.Tensor | None = None  # small pictures, for copies
+    names: list[str | None] | None = None  # paths, or None
 
     @cached_property
     def task(self) -> AdaptedTask:
@@ -80,6 +81,32 @@ class _Fitted(FittedNetwork):
 def _unadapted(model: SimpleCNAPS, dtype: torch.dtype) -> AdaptedNetwork:
     """The network as pretrained."""
     return AdaptedNetwork(model.feature_extractor, None, dtype, model.projection)
+
+
+class _RowsOfBatches:
+    """Some rows of batches of images, by a mask of all of them, any number of times."""
+
+    def __init__(self, batches: Iterable[torch.Tensor], chosen: NDArray[np.bool_]) -> None:
+        self.batches, self.chosen = batches, torch.from_numpy(chosen)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        first = 0
+        for batch in self.batches:
+            rows = batch[self.chosen[first : first + len(batch)]]
+            first += len(batch)
+            if len(rows):
+                yield rows
+
+
+def _classes_first(
+    known: NDArray[np.bool_], pictures: torch.Tensor | None, names: list[str | None] | None
+) -> tuple[torch.Tensor | None, list[str | None] | None]:
+    """Small pictures and paths of images of classes, which are ``known``, and then of the others."""
+    order = (~known).argsort(kind="stable")
+    return (
+        None if pictures is None else pictures[torch.from_numpy(order)],
+        None if names is None else [names[index] for index in order],
+    )
 
 
 class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
@@ -131,9 +158,10 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         Shares of the classes among the queries, by which probabilities and labels follow Bayes' rule; an array is in
         the order of ``classes_``. By default all are equal, whatever the numbers of support images.
     unknown_label : str, int or float, optional
-        Label that ``predict`` gives to an image too far from every class. It must differ from the classes and have
-        their type. At least one class needs two support images; a single class is enough. Every image then takes a
-        second pass, through the network without adaptation.
+        Label that ``predict`` gives to an image too far from every class, of their labels' type. At least one class
+        needs two support images; a single class is enough. Every image then takes a second pass, through the network
+        without adaptation. Images that have this label in ``fit`` and ``partial_fit`` are examples of no class, which
+        need not look alike: images like them are rejected.
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). The smallest that n
         support images allow is 1 / (n + 1).
@@ -260,25 +288,27 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         head = make_head(self.head, model.config, model.head).to(device_of(model))
         labels = checked_labels(y, batches.n_images)
         names = batches.photographs() if groups is None else checked_groups(groups, batches.n_images)
-        self._check_classes(labels, allowed)
-        priors = checked_priors(self.priors, np.unique(labels), allowed)
+        known = self._of_classes(labels)
+        self._check_classes(labels[known], allowed)
+        priors = checked_priors(self.priors, np.unique(labels[known]), allowed)
         check_settings(self.temperature, self.false_rejection_rate)
 
         # Images -> adapted network.
         dtype, pictures = choose_dtype(self.precision, model.feature_extractor), list[torch.Tensor]()
         images = batches.several_times(dtype)
-        network, batch_size = self._adapted_network(model, images, dtype, batches.batch_size)
+        of_classes = images if known.all() else _RowsOfBatches(images, known)
+        network, batch_size = self._adapted_network(model, of_classes, dtype, batches.batch_size)
         unadapted = _unadapted(model, dtype) if self.unknown_label is not None and network.film else None
 
         # Adapted network -> features -> fitted head.
         seen = with_small_pictures(images, pictures)
-        support = Features.joined([*features_of_batches(seen, network, unadapted, batch_size)])
-        small = torch.cat(pictures)
-        copies = same_pictures(small, support.adapted)
-        fitted_head = self._fit_head(head, support, labels, names, copies, batches.name, priors=priors)
+        examples = Features.joined([*features_of_batches(seen, network, unadapted, batch_size)])
+        copies = same_pictures(torch.cat(pictures), examples.adapted)
+        fitted_head = self._fit_head(head, examples, labels, names, copies, batches.name, priors=priors)
 
+        small, paths = _classes_first(known, torch.cat(pictures), batches.names())
         self._fitted = _Fitted(
-            network.device, model, self.precision, network, fitted_head, unadapted, allowed, small, batches.names()
+            network.device, model, self.precision, network, fitted_head, unadapted, allowed, small, paths
         )
         return self
 
@@ -340,21 +370,23 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             return self._fit(X, y, groups, allowed)
         before, network, unadapted = self.fitted_head_, fitted.network, fitted.unadapted
         batches = None if isinstance(X, Features) else self._query_batches(X, "partial_fit")
-        n, earlier = len(X.adapted) if batches is None else batches.n_images, len(before.labels)
+        n = len(X.adapted) if batches is None else batches.n_images
         added = checked_labels(y, n)
         kind, known = label_kind(added.tolist()[0]), label_kind(before.classes.tolist()[0])
         if kind != known:
             raise ValueError(
                 f"label {added.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
             )
-        labels = joined_labels(before.support_labels, added)
+        old, earlier_labels = self._earlier(before)
+        earlier, labels = len(earlier_labels), joined_labels(earlier_labels, added)
         photographs = [None] * n if batches is None else batches.photographs(earlier)
-        names = before.group_names + (photographs if groups is None else checked_groups(groups, n))
-        check_allowed(labels, allowed)
-        output_labels(np.unique(labels), self.unknown_label)  # checked before the network runs
-        priors = checked_priors(self.priors, np.unique(labels), allowed)
+        names = before.group_names + [None] * (earlier - len(before.labels))
+        names += photographs if groups is None else checked_groups(groups, n)
+        of_class = self._of_classes(labels)
+        check_allowed(labels[of_class], allowed)
+        output_labels(np.unique(labels[of_class]), self.unknown_label)  # checked before the network runs
+        priors = checked_priors(self.priors, np.unique(labels[of_class]), allowed)
 
-        old = before.support
         if self.unknown_label is None:
             unadapted, old = None, Features(old.adapted)
         elif unadapted is None and network.film is not None:
@@ -369,35 +401,36 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         else:
             images = with_small_pictures(batches, seen)
             new = [*features_of_batches(images, network, unadapted, batches.batch_size)]
-        support = Features.joined([old, *new])
-        pictures, copies = self._copies(torch.cat(seen) if seen else None, support.adapted)
+        examples = Features.joined([old, *new])
+        pictures, copies = self._copies(torch.cat(seen) if seen else None, examples.adapted, earlier)
 
         def name(index: int) -> str:
             if index < earlier:
                 return f"earlier image {index}"
             return f"image {index - earlier}" if batches is None else batches.name(index - earlier)
 
-        fitted_head = self._fit_head(before.head, support, labels, names, copies, name, before, priors)
+        fitted_head = self._fit_head(before.head, examples, labels, names, copies, name, before, earlier, priors)
         paths = None if batches is None else batches.names()
         if paths is not None or fitted.names is not None:
-            paths = [*(fitted.names or [None] * earlier), *(paths or [None] * n)]
+            paths = [*(fitted.names or [None] * earlier)[:earlier], *(paths or [None] * n)]
+        pictures, paths = _classes_first(of_class, pictures, paths)
         self._fitted = replace(
             fitted, fitted_head=fitted_head, unadapted=unadapted, allowed=allowed, pictures=pictures, names=paths
         )
         return self
 
     def _copies(
-        self, added: torch.Tensor | None, features: torch.Tensor
+        self, added: torch.Tensor | None, features: torch.Tensor, n: int
     ) -> tuple[torch.Tensor | None, NDArray[np.int64]]:
-        """Small pictures of all images, the last of them ``added``, and the pairs of copies by all features (n, d).
+        """Small pictures of all images, n and those ``added``, and the pairs of copies by the features of all.
 
         A classifier that was loaded or unpickled has no pictures of earlier images, and one that was given features has
         none of those. Of such it knows the groups, and recognises a new image that has the same features.
         """
         if self._fitted.pictures is not None and added is not None:
-            pictures = torch.cat([self._fitted.pictures, added])
+            pictures = torch.cat([self._fitted.pictures[:n], added])
             return pictures, same_pictures(pictures, features)
-        n, groups = len(self.fitted_head_.labels), self.fitted_head_.groups
+        groups = self.fitted_head_.groups
         known = [equal_rows(features)] if groups is None else [equal_rows(features), chained(groups)]
         if added is not None:
             known.append(same_pictures(added, features[n:]) + n)
@@ -432,7 +465,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
 
         Images that came as files are called by their paths, until the classifier is saved or pickled.
         """
-        return replace(super().summary(), names=self._fitted.names)
+        names = self._fitted.names
+        return replace(super().summary(), names=names and names[: len(self.fitted_head_.labels)])
 
     # ---------------------------------------------------------------- attributes
 

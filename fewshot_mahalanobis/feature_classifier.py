@@ -60,8 +60,9 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         the order of ``classes_``. By default all are equal, whatever the numbers of training examples: unlike
         LinearDiscriminantAnalysis, which takes them from those.
     unknown_label : str or number, optional
-        Label that ``predict`` gives to a query too far from every class. It must differ from the classes and have their
-        type. At least one class needs two examples; a single class is enough.
+        Label that ``predict`` gives to a query too far from every class, of their labels' type. At least one class
+        needs two examples; a single class is enough. Those that have this label in ``fit`` and ``partial_fit`` are
+        examples of no class, which need not look alike: queries like them are rejected.
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). With n training examples
         the smallest possible share is 1 / (n + 1).
@@ -181,15 +182,17 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         allowed = allowed_classes(classes, fitted and fitted.allowed)
         columns, features, labels = self._checked(X, y, fitted)
         names = checked_groups(groups, len(labels))
-        before = None
+        before, earlier = None, 0
         if fitted is not None:
             before = fitted.head
             unique_labels(before.support_labels, labels)  # raises where strings would meet numbers
-            features = np.concatenate([before.support.adapted.numpy(), features])
-            labels = joined_labels(before.support_labels, labels)
-            names = before.group_names + names
-        check_allowed(labels, allowed)
-        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names, allowed, before), allowed)
+            examples, earlier_labels = self._earlier(before)
+            earlier = len(earlier_labels)
+            features = np.concatenate([examples.adapted.numpy(), features])
+            labels = joined_labels(earlier_labels, labels)
+            names = before.group_names + [None] * (earlier - len(before.labels)) + names
+        check_allowed(labels[self._of_classes(labels)], allowed)
+        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names, allowed, before, earlier), allowed)
         return self
 
     def _checked(
@@ -213,11 +216,13 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         names: list[Any],
         allowed: NDArray[Any] | None,
         before: FittedHead | None = None,
+        earlier: int = 0,
     ) -> FittedHead:
-        support = Features(torch.tensor(features, device="cpu"))
-        priors = checked_priors(self.priors, np.unique(labels), allowed)
-        copies = equal_rows(support.adapted)
-        return self._fit_head(self._head(), support, labels, names, copies, "example {}".format, before, priors)
+        examples = Features(torch.tensor(features, device="cpu"))
+        priors = checked_priors(self.priors, np.unique(labels[self._of_classes(labels)]), allowed)
+        copies = equal_rows(examples.adapted)
+        name = "example {}".format
+        return self._fit_head(self._head(), examples, labels, names, copies, name, before, earlier, priors)
 
     def _head(self) -> Head[Any]:
         given = {"beta": self.beta, "task_covariance": self.task_covariance, "scale": self.scale}

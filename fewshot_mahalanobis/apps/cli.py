@@ -160,7 +160,11 @@ def fit(
         ),
     ] = None,
     unknown_label: Annotated[
-        str | None, typer.Option(help="Label for images unlike every class. Without it they get the nearest class.")
+        str | None,
+        typer.Option(
+            help="Label for images unlike every class, which otherwise get the nearest one. Images with this label in "
+            "the support are examples of no class."
+        ),
     ] = None,
     false_rejection_rate: Annotated[
         float, typer.Option(help="Share of images of known classes that may get --unknown-label by mistake.")
@@ -236,7 +240,7 @@ def fit(
                 unknown_label=unknown_label,
                 false_rejection_rate=false_rejection_rate,
             )
-        images, labels, group_names, _ = _of_classes(labelled, classifier.unknown_label)
+        images, labels, group_names, _ = _with_unknown_label(labelled, classifier.unknown_label)
         if groups == "none":
             group_names = [*map(str, images)]
         skipped = fit_files(
@@ -245,7 +249,9 @@ def fit(
         classifier.save(output)
     counts = ", ".join(f"{name} {n}" for name, n in zip(classifier.classes_, classifier.class_counts_, strict=True))
     classes = "class" if len(classifier.classes_) == 1 else "classes"
-    typer.echo(f"{output}: {len(classifier.classes_)} {classes} ({counts})")
+    negatives = classifier.fitted_head_.negatives
+    of_no_class = "" if negatives is None else f", and {number_of(len(negatives.adapted), 'image')} of no class"
+    typer.echo(f"{output}: {len(classifier.classes_)} {classes} ({counts}){of_no_class}")
     if report:
         typer.echo(classifier.summary().describe())
     report_skipped(skipped, len(images))
@@ -381,7 +387,17 @@ def _read_sources(sources: list[Path], **options: Any) -> LabelledImages:
     return labelled
 
 
-def _of_classes(labelled: LabelledImages, unknown_label: Any) -> LabelledImages:
+def _with_unknown_label(labelled: LabelledImages, unknown_label: Any) -> LabelledImages:
+    """With this label, however it is written, as examples of no class; without them if there is no such label."""
+    from fewshot_mahalanobis.support_set.labels import folded
+
+    if unknown_label is None:
+        return _of_classes(labelled, None, ". To learn from them, set --unknown-label when the model is made")
+    none = str(unknown_label)
+    return labelled._replace(labels=[none if folded(label) == folded(none) else label for label in labelled.labels])
+
+
+def _of_classes(labelled: LabelledImages, unknown_label: Any, remedy: str = "") -> LabelledImages:
     """Without the images of no class; says how many these are."""
     from fewshot_mahalanobis.apps.session import UNKNOWN
     from fewshot_mahalanobis.support_set.labels import folded
@@ -389,7 +405,8 @@ def _of_classes(labelled: LabelledImages, unknown_label: Any) -> LabelledImages:
     none = UNKNOWN if unknown_label is None else str(unknown_label)
     known = [folded(label) != folded(none) for label in labelled.labels]
     if not all(known):
-        _note(f"Left out: {number_of(known.count(False), 'image')} labelled {none!r}, which is no class.")
+        images = number_of(known.count(False), "image")
+        _note(f"Left out: {images} labelled {none!r}, which is no class{remedy}.")
     return labelled.where(known)
 
 

@@ -1,6 +1,6 @@
 """A fitted classifier, of images or of features <-> one safetensors file.
 
-The file has these tensors, that of a ``MahalanobisClassifier`` only the last four:
+The file has these tensors, that of a ``MahalanobisClassifier`` only the ``support_`` and ``negative_`` ones:
 
 =======================  =====================================================================================
 ``model.<name>``         Weights of the pretrained model, named as in its ``state_dict``
@@ -9,6 +9,8 @@ The file has these tensors, that of a ``MahalanobisClassifier`` only the last fo
 ``unadapted_features``   Features without adaptation, if the outlier score compares them
 ``support_labels``       Their classes, int64 (n,), as indices into the sorted labels
 ``support_groups``       Groups that are left out together, int64 (n,), if there are any
+``negative_features``    Features of examples of no class (m, d), if there are any
+``unadapted_negatives``  The same without adaptation, with ``unadapted_features``
 =======================  =====================================================================================
 
 Weights and FiLM parameters are float16 where that is lossless. The metadata has ``format`` and, as JSON in
@@ -26,7 +28,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,6 +258,10 @@ def _support_tensors(fitted_head: FittedHead) -> dict[str, Tensor]:
         tensors["unadapted_features"] = support.unadapted
     if kept["groups"] is not None:
         tensors["support_groups"] = kept["groups"]
+    if kept["negatives"] is not None:
+        tensors["negative_features"] = kept["negatives"].adapted
+        if kept["negatives"].unadapted is not None:
+            tensors["unadapted_negatives"] = kept["negatives"].unadapted
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
@@ -360,7 +366,7 @@ def read_classifier(
             adapted = any(name.startswith("film.") for name in shapes)
             expected = {f"model.{name}": tensor for name, tensor in stored_weights(model).items()}
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
-            expected |= _expected_support(features, shapes)
+            expected |= _expected_support(features, shapes, ("unadapted_features", "unadapted_negatives"))
         tensors = _read_tensors(path, header, expected)
         weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
         model = fill(model, weights).to(target)
@@ -384,7 +390,7 @@ def read_feature_classifier(
     with _named(path):
         shape = (shapes.get("support_labels") or [0])[0], (shapes.get("support_features") or [0])[-1]
         features = torch.empty(shape, dtype=torch.float64, device="meta")
-        tensors = _read_tensors(path, header, _expected_support(features, shapes.keys() - {"unadapted_features"}))
+        tensors = _read_tensors(path, header, _expected_support(features, shapes))
         tensors["support_features"] = tensors["support_features"].double()  # a shorter type fits too
         if header.columns is not None and len(header.columns) != shape[1]:
             raise ValueError(f"{len(header.columns)} names of {shape[1]} features")
@@ -418,12 +424,19 @@ def _header_and_shapes(path: Path, kind: str, header_type: type[_AnyHeader]) -> 
     return _read_header(path, metadata.get("classifier", ""), header_type), shapes
 
 
-def _expected_support(features: Tensor, stored: Container[str]) -> dict[str, Tensor]:
-    """The tensors of a support set, without memory, of such features (n, d), among those that are stored."""
+def _expected_support(
+    features: Tensor, shapes: Mapping[str, Sequence[int]], unadapted: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """The tensors of a support set, without memory, of such features (n, d), among those that are stored.
+
+    ``unadapted`` are the names of features without adaptation, which only images have.
+    """
     labels = torch.empty(len(features), dtype=torch.int64, device="meta")
-    optional = {"support_groups": labels, "unadapted_features": features}
+    of_no_class = features.new_empty((shapes.get("negative_features") or [1])[0], features.shape[1])
+    optional = {"support_groups": labels, "negative_features": of_no_class}
+    optional |= dict(zip(unadapted, (features, of_no_class), strict=False))
     expected = {"support_features": features, "support_labels": labels}
-    return expected | {name: tensor for name, tensor in optional.items() if name in stored}
+    return expected | {name: tensor for name, tensor in optional.items() if name in shapes}
 
 
 def _read_tensors(path: Path, header: _Header, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -497,8 +510,20 @@ def _fitted_head(header: _Header, tensors: Mapping[str, Tensor], head: Head[Any]
             "units": fitted.units,
             "groups": None if groups is None else groups.to(target),
             "group_names": group_names,
+            "negatives": _negatives(tensors, target),
         }
     )
+
+
+def _negatives(tensors: Mapping[str, Tensor], target: torch.device) -> Features | None:
+    unadapted = {"unadapted_features", "unadapted_negatives"} & tensors.keys()
+    if "negative_features" not in tensors:
+        if "unadapted_negatives" in unadapted:
+            raise ValueError("examples of no class without their adapted features")
+        return None
+    if len(tensors["negative_features"]) == 0 or len(unadapted) == 1:
+        raise ValueError("examples of no class without the features that those of classes have")
+    return Features(tensors["negative_features"], tensors.get("unadapted_negatives")).to(target)
 
 
 def _classes(labels: Labels) -> NDArray[Any]:

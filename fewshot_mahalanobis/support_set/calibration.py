@@ -81,20 +81,22 @@ def calibrate(
             term.name: _left_out(term.head, term.of(support), labels, groups)[counted] for term in similarities
         }
     labels_on_cpu, groups_on_cpu = labels.cpu(), None if groups is None else groups.cpu()
-    shrink = _shrink(labels_on_cpu, groups_on_cpu)[counted]
+    shrink = left_out_shrinkage(labels_on_cpu, groups_on_cpu)[counted]
     left_out_labels = labels_on_cpu[counted]
     left_out_groups = None if groups_on_cpu is None else groups_on_cpu[counted]
     if isinstance(temperature, str):
         # Shrink only the class-specific part of the distance: a mean closer to its examples does not change the rest.
         with torch.no_grad():
             common = head.common_distance(support.adapted, labels, groups).cpu().double()[counted]
-        logits = _as_far_as_queries(left_out[HEAD], left_out_labels, shrink ** (head.distance_power / 2), common)
+        logits = as_far_as_queries(left_out[HEAD], left_out_labels, shrink ** (head.distance_power / 2), common)
         temperature = fit_temperature(logits, left_out_labels, weights[counted])
     if not reject:
         return float(temperature), None
     if head.distance_power == 2:
-        left_out[HEAD] = _as_far_as_queries(left_out[HEAD], left_out_labels, shrink, torch.zeros_like(shrink))
-    return float(temperature), OutlierScore.fit(left_out, support, labels, false_rejection_rate, left_out_groups)
+        left_out[HEAD] = as_far_as_queries(left_out[HEAD], left_out_labels, shrink, torch.zeros_like(shrink))
+    return float(temperature), OutlierScore.fit(
+        left_out, support, labels, false_rejection_rate, left_out_groups, similarities
+    )
 
 
 def _left_out(head: Head[Any], features: Tensor, labels: Tensor, groups: Tensor | None) -> Tensor:
@@ -103,13 +105,13 @@ def _left_out(head: Head[Any], features: Tensor, labels: Tensor, groups: Tensor 
         return head.leave_one_out_logits(features, labels, groups).cpu().double()
 
 
-def _as_far_as_queries(logits: Tensor, labels: Tensor, shrink: Tensor, common: Tensor) -> Tensor:
+def as_far_as_queries(logits: Tensor, labels: Tensor, shrink: Tensor, common: Tensor) -> Tensor:
     """Logits (n, k) with what each distance to the own class has beyond ``common`` (n,) times ``shrink`` (n,)."""
     own, common = labels[:, None], common[:, None]
     return logits.scatter(1, own, shrink[:, None] * (logits.gather(1, own) + common) - common)
 
 
-def _shrink(labels: Tensor, groups: Tensor | None) -> Tensor:
+def left_out_shrinkage(labels: Tensor, groups: Tensor | None) -> Tensor:
     """Factor (n,) that puts left-out examples as far from their own class as queries are.
 
     In a class of n_k examples with covariance S, a left-out example lies tr(Q^-1 S) (1 + 1 / (n_k - 1)) from the mean

@@ -22,10 +22,10 @@ from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.copies import copies_found, warn_of_contradictions, warn_of_copies
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
-from fewshot_mahalanobis.support_set.labels import label_array
+from fewshot_mahalanobis.support_set.labels import joined_labels, label_array
 from fewshot_mahalanobis.support_set.priors import checked_priors
 from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
-from fewshot_mahalanobis.support_set.unknown import Similarity
+from fewshot_mahalanobis.support_set.unknown import Similarity, output_labels
 from fewshot_mahalanobis.support_set.warn import warn_caller
 
 
@@ -111,9 +111,10 @@ class FittedHeadMixin(ClassifierMixin):
     def outlier_score(self, X: Any) -> NDArray[np.float64]:
         """How far queries are from all classes, shape (m,); larger is farther.
 
-        For images with ``unknown_label`` it is a sum of terms in standard deviations of left-out support images: see
-        the page "Unknown classes". Otherwise it is minus the largest logit; for ``head="mahalanobis"`` that is s times
-        the squared distance to the nearest class mean. ``priors`` change nothing of it.
+        For images with ``unknown_label``, and with examples of no class, it is a sum of terms in standard deviations of
+        left-out examples: see the page "Unknown classes". Otherwise it is minus the largest logit; for
+        ``head="mahalanobis"`` that is s times the squared distance to the nearest class mean. ``priors`` change nothing
+        of it.
         """
         check_is_fitted(self)
         batches = self._query_features(X, "outlier_score", for_outliers=True)
@@ -172,19 +173,26 @@ class FittedHeadMixin(ClassifierMixin):
     def _fit_head(
         self,
         head: Head[Any],
-        support: Features,
+        examples: Features,
         labels: NDArray[Any],
         group_names: list[Any],
         copies: NDArray[np.int64],
         name: Callable[[int], str],
         before: FittedHead | None = None,
+        earlier: int = 0,
         priors: NDArray[Any] | None = None,
     ) -> FittedHead:
-        """Fit a head to a support set, and warn of copies, called by ``name``, that were not in it ``before``."""
-        classes, codes = np.unique(labels, return_inverse=True)
+        """Fit a head to examples of classes and of none, and warn of copies, called by ``name``.
+
+        With ``before`` the first ``earlier`` examples are known from it, and so are their copies.
+        """
+        known = self._of_classes(labels)
+        classes, codes = np.unique(labels[known], return_inverse=True)
+        group_names = [each for each, of_class in zip(group_names, known, strict=True) if of_class]
+        places, pairs = known.cumsum() - 1, copies[known[copies].all(axis=1)]
         fitted = FittedHead.fit(
             head,
-            support,
+            examples.rows_where(known),
             torch.from_numpy(codes),
             classes,
             temperature=self.temperature,
@@ -193,12 +201,37 @@ class FittedHeadMixin(ClassifierMixin):
             false_rejection_rate=self.false_rejection_rate,
             similarities=self._similarities,
             group_names=group_names,
-            copies=copies,
+            copies=places[pairs],
+            negatives=None if known.all() else examples.rows_where(~known),
         )
-        n, known = (0, 0) if before is None else (len(before.labels), copies_found(before.groups, before.group_names))
-        warn_of_copies(fitted.groups, group_names, known)
-        warn_of_contradictions(copies, labels, name, n)
+        found = 0 if before is None else copies_found(before.groups, before.group_names)
+        warn_of_copies(fitted.groups, group_names, found)
+        warn_of_contradictions(copies, labels, name, earlier)
         return fitted
+
+    def _of_classes(self, labels: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which labels (n,) are of classes, and not ``unknown_label``. ValueError if none is."""
+        known = np.array([self.unknown_label is None or label != self.unknown_label for label in labels.tolist()])
+        if not known.any():
+            raise ValueError(
+                f"every label is unknown_label={self.unknown_label!r}: {self._noun}s of no class need those of classes"
+            )
+        return known
+
+    def _earlier(self, before: FittedHead) -> tuple[Features, NDArray[Any]]:
+        """Examples that earlier calls were given, of classes and then of none, and their labels.
+
+        ValueError if ``unknown_label`` has become the label of a class.
+        """
+        output_labels(before.classes, self.unknown_label)
+        if before.negatives is None:
+            return before.support, before.support_labels
+        m = len(before.negatives.adapted)
+        if self.unknown_label is None:
+            warn_caller(f"{m} {self._noun}s of no class are left out, because unknown_label is None now")
+            return before.support, before.support_labels
+        labels = joined_labels(before.support_labels, label_array([self.unknown_label] * m))
+        return Features.joined([before.support, before.negatives]), labels
 
     def _check_settings_are_fitted(self) -> None:
         """Warn of what was set after ``fit`` and is not in force, before a file is written."""

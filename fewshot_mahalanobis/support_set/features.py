@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -32,6 +33,11 @@ class Features(NamedTuple):
     def to(self, device: torch.device) -> Features:
         """Move to a device."""
         return Features(self.adapted.to(device), None if self.unadapted is None else self.unadapted.to(device))
+
+    def rows_where(self, chosen: NDArray[Any]) -> Features:
+        """Features of some examples, by a mask (n,) or their indices."""
+        rows = torch.from_numpy(chosen).to(self.adapted.device)
+        return Features(self.adapted[rows], None if self.unadapted is None else self.unadapted[rows])
 
     def rows(self) -> list[Features]:
         """Features of each example alone."""

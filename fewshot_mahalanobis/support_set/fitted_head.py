@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ from fewshot_mahalanobis.support_set.calibration import calibrate
 from fewshot_mahalanobis.support_set.copies import joined, within_classes
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import warn_of_similar_labels
+from fewshot_mahalanobis.support_set.negatives import similarity_to_negatives
 from fewshot_mahalanobis.support_set.priors import checked_priors
-from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, OutlierScore, Similarity, output_labels
+from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, OutlierScore, Similarity, Units, output_labels
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -51,6 +52,8 @@ class FittedHead:
         Support examples of equal number are left out together; None if each is a group of its own.
     group_names : list of n
         Names of groups that the user gave, None where they gave none.
+    negatives : Features or None
+        Examples of no class.
     state : object
         What ``settled`` keeps of the support set.
     """
@@ -66,6 +69,7 @@ class FittedHead:
     outliers: OutlierScore | None
     groups: Tensor | None
     group_names: list[Any]
+    negatives: Features | None = None
     state: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +93,7 @@ class FittedHead:
         similarities: Sequence[Similarity] = SIMILARITIES,
         group_names: list[Any] | None = None,
         copies: NDArray[np.int64] | None = None,
+        negatives: Features | None = None,
     ) -> FittedHead:
         """Fit a head to a support set and calibrate it.
 
@@ -115,6 +120,8 @@ class FittedHead:
             Examples of equal name are left out together, whatever their classes. None stands for no name.
         copies : int64 ndarray of shape (p, 2), optional
             Pairs of copies. Those of one class are left out together, unless both have a name.
+        negatives : Features, optional
+            Examples of no class, for the outlier score.
 
         Raises
         ------
@@ -138,7 +145,7 @@ class FittedHead:
                 temperature=temperature,
                 false_rejection_rate=false_rejection_rate,
                 reject=unknown_label is not None,
-                similarities=similarities,
+                similarities=_with_negatives(similarities, negatives, settled, support, labels, groups),
             )
         return cls(
             head=head,
@@ -152,6 +159,7 @@ class FittedHead:
             outliers=outliers,
             groups=groups,
             group_names=names,
+            negatives=negatives,
         )
 
     # ---------------------------------------------------------------- queries
@@ -246,6 +254,7 @@ class FittedHead:
             "units": None if on_cpu.outliers is None else on_cpu.outliers.units,
             "groups": on_cpu.groups,
             "group_names": on_cpu.group_names,
+            "negatives": on_cpu.negatives,
         }
 
     @classmethod
@@ -253,8 +262,7 @@ class FittedHead:
         """Undo :meth:`kept`. ValueError if its parts do not fit together."""
         attributes = dict(kept)
         threshold, units = attributes.pop("threshold"), attributes.pop("units")
-        outliers = None if threshold is None else OutlierScore(threshold, units, kept["support"], kept["labels"])
-        return cls(**attributes, outliers=outliers)
+        return cls(**attributes, outliers=_outlier_score(threshold, units, attributes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FittedHead.from_kept, (self.kept(),)
@@ -263,17 +271,39 @@ class FittedHead:
         """Move to a device; this object itself if it is there."""
         if self.support.adapted.device == device:
             return self
-        support, labels = self.support.to(device), self.labels.to(device)
-        outliers = self.outliers and OutlierScore(self.outliers.threshold, self.outliers.units, support, labels)
-        return replace(
-            self,
-            head=copy.deepcopy(self.head).to(device),
-            settled=copy.deepcopy(self.settled).to(device),
-            support=support,
-            labels=labels,
-            outliers=outliers,
-            groups=None if self.groups is None else self.groups.to(device),
-        )
+        moved: dict[str, Any] = {
+            "head": copy.deepcopy(self.head).to(device),
+            "settled": copy.deepcopy(self.settled).to(device),
+            "support": self.support.to(device),
+            "labels": self.labels.to(device),
+            "groups": None if self.groups is None else self.groups.to(device),
+            "negatives": None if self.negatives is None else self.negatives.to(device),
+        }
+        outliers = self.outliers and _outlier_score(self.outliers.threshold, self.outliers.units, moved)
+        return replace(self, **moved, outliers=outliers)
+
+
+def _outlier_score(threshold: float | None, units: Units | None, of: Mapping[str, Any]) -> OutlierScore | None:
+    """The outlier score of a fitted head with the attributes ``of``; None without a threshold."""
+    if threshold is None:
+        return None
+    support, labels = of["support"], of["labels"]
+    similarities = _with_negatives(SIMILARITIES, of.get("negatives"), of["settled"], support, labels, of["groups"])
+    return OutlierScore(threshold, units, support, labels, similarities)
+
+
+def _with_negatives(
+    similarities: Sequence[Similarity],
+    negatives: Features | None,
+    settled: Head[Any],
+    support: Features,
+    labels: Tensor,
+    groups: Tensor | None,
+) -> tuple[Similarity, ...]:
+    """Terms of the outlier score, and the one that examples of no class add if there are any."""
+    if negatives is None:
+        return tuple(similarities)
+    return *similarities, similarity_to_negatives(settled, negatives, support, labels, groups)
 
 
 class Decisions(NamedTuple):

@@ -8,7 +8,8 @@ where l_jk is the similarity of the query to class k in term j. The first term i
 distances (Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks",
 NeurIPS 2018). The second and the third are cosines of adapted features to the class means, about zero and about the
 centre of the classes. Adapted features separate the classes of a task, and lose what tells other images apart. The
-fourth term keeps it: the cosine of cube roots of the features without adaptation.
+fourth term keeps it: the cosine of cube roots of the features without adaptation. Examples of no class add a fifth
+(``negatives.py``).
 
 Mean m_j, standard deviation s_j and the threshold come from the support set: each example, left out of the fit, is a
 query of a known class. The threshold is the order statistic of conformal prediction (Vovk et al., "Algorithmic
@@ -43,8 +44,8 @@ _WANTED: dict[str, tuple[type, str]] = {
 
 #: m_j and s_j / w_j of each term by its name: ``HEAD`` or that of a :class:`Similarity`.
 Units = dict[str, tuple[float, float]]
-#: Name of the head's own term.
-HEAD = "head"
+#: Names of the head's own term, and of the one that examples of no class add (``negatives.py``).
+HEAD, NEGATIVES = "head", "negatives"
 
 
 class CentredCosineHead(Head[tuple[Tensor, Tensor]]):
@@ -126,11 +127,13 @@ class OutlierScore:
     ----------
     threshold : float
     units : dict of str to (float, float), optional
-        m_j and s_j / w_j of each term, by its name: "head", and any of ``SIMILARITIES``. By default the score is the
+        m_j and s_j / w_j of each term, by its name: "head", and any of ``similarities``. By default the score is the
         head's term alone.
     support : Features
         Support examples, with which queries are compared.
     labels : int64 Tensor of shape (n,)
+    similarities : sequence of Similarity
+        The terms that there are beside the head's.
 
     Raises
     ------
@@ -138,13 +141,20 @@ class OutlierScore:
         A unit or the threshold is not finite, a unit is not positive, or there is no such term.
     """
 
-    def __init__(self, threshold: float, units: Units | None, support: Features, labels: Tensor) -> None:
+    def __init__(
+        self,
+        threshold: float,
+        units: Units | None,
+        support: Features,
+        labels: Tensor,
+        similarities: Sequence[Similarity] = SIMILARITIES,
+    ) -> None:
         if not math.isfinite(threshold):
             raise ValueError(f"the threshold of the outlier score must be finite, got {threshold!r}")
         self.threshold, self.units = float(threshold), units
         self._terms: list[tuple[Similarity, Any]] = []
         if units is not None:
-            known = {term.name: term for term in SIMILARITIES}
+            known = {term.name: term for term in similarities}
             if missing := units.keys() - known.keys() - {HEAD}:
                 raise ValueError(f"the outlier score has terms that this version lacks, {sorted(missing)}: upgrade")
             if HEAD not in units or not all(math.isfinite(m) and 0 < s < math.inf for m, s in units.values()):
@@ -179,6 +189,7 @@ class OutlierScore:
         labels: Tensor,
         false_rejection_rate: float,
         groups: Tensor | None = None,
+        similarities: Sequence[Similarity] = SIMILARITIES,
     ) -> OutlierScore:
         """Fit units and threshold to left-out support examples.
 
@@ -191,16 +202,21 @@ class OutlierScore:
         false_rejection_rate : float
         groups : int64 Tensor of shape (n',), optional
             Left-out examples of equal number count as one.
+        similarities : sequence of Similarity
+            The terms beside the head's.
         """
         if len(left_out) == 1:
             scores = cls.of_head(left_out[HEAD])
             return cls(rejection_threshold(scores, false_rejection_rate, groups), None, support, labels)
         weights = None if groups is None else group_weights(groups)
-        units, n = score_units(left_out, weights), len(left_out[HEAD]) if weights is None else float(weights.sum())
+        units, n = (
+            score_units(left_out, similarities, weights),
+            len(left_out[HEAD]) if weights is None else float(weights.sum()),
+        )
         # The units come from the left-out examples themselves: their squared deviations from the mean are
         # (1 - 1 / n) s_j^2 on average, those of queries (1 + 1 / n) s_j^2.
         scores = standardised_sum(left_out, units) * math.sqrt((n + 1) / (n - 1))
-        return cls(rejection_threshold(scores, false_rejection_rate, groups), units, support, labels)
+        return cls(rejection_threshold(scores, false_rejection_rate, groups), units, support, labels, similarities)
 
 
 class _ExportedScore(nn.Module):
@@ -227,12 +243,14 @@ def standardised_sum(logits: Mapping[str, Tensor], units: Units) -> Tensor:
     return torch.stack(parts).sum(dim=0)
 
 
-def score_units(left_out: Mapping[str, Tensor], weights: Tensor | None = None) -> Units:
+def score_units(
+    left_out: Mapping[str, Tensor], similarities: Sequence[Similarity], weights: Tensor | None = None
+) -> Units:
     """m_j and s_j / w_j of every term, from its logits (n, k) of n >= 2 left-out examples with ``weights`` (n,).
 
     s_j is 1 if all scores are equal but for rounding, as cosines of copies are.
     """
-    units, factors = Units(), {HEAD: 1.0, **{term.name: term.weight for term in SIMILARITIES}}
+    units, factors = Units(), {HEAD: 1.0, **{term.name: term.weight for term in similarities}}
     for name, logits in left_out.items():
         score = OutlierScore.of_head(logits)
         if weights is None:

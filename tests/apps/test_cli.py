@@ -169,7 +169,8 @@ def test_fit_learns_from_a_folder_and_a_corrected_table_together(checkpoint, pho
     assert said == [
         f"{new}: 3 of 4 rows taken (1 changed, 2 checked). "
         "Left out: 1 answer that nobody has checked (--rows all takes them).",
-        "Left out: 1 image labelled 'unknown', which is no class.",
+        "Left out: 1 image labelled 'unknown', which is no class. To learn from them, set --unknown-label when the "
+        "model is made.",
     ]
     images = [*sorted(photos.glob("*/*.png")), tmp_path / "new" / "0.png", tmp_path / "new" / "3.png"]
     expected = SimpleCNAPSClassifier(checkpoint, device="cpu")
@@ -199,13 +200,15 @@ def test_a_model_to_start_from_has_its_settings_already(model, new):
     assert not Path("m").exists()
 
 
-def test_the_folder_of_the_unknown_label_is_no_class(checkpoint, photos, tmp_path):
+def test_the_folder_of_the_unknown_label_has_examples_of_no_class(checkpoint, photos, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     (tmp_path / "photos" / "green").rename(tmp_path / "photos" / "Neither")
     settings = ("--checkpoint", checkpoint, "--device", "cpu", "--false-rejection-rate", 0.3)
     out, said = said_by("fit", tmp_path / "photos", "-o", tmp_path / "m", *settings, "--unknown-label", "neither")
-    assert "2 classes (blue 3, red 3)" in out
-    assert "Left out: 3 images labelled 'neither', which is no class." in said
+    assert "2 classes (blue 3, red 3), and 3 images of no class" in out
+    assert not any("Left out" in line for line in said)
+    negatives = SimpleCNAPSClassifier.load(tmp_path / "m", device="cpu").fitted_head_.negatives
+    assert len(negatives.adapted) == 3
 
 
 def test_sorting_again_says_what_changed_its_class(checkpoint, photos, model, tmp_path):
