@@ -29,6 +29,7 @@ PAGES = {
         "regions",
         "scaling",
         "export",
+        "shipping",
         "pixel_graph",
         "compile",
         "precision",

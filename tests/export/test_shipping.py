@@ -1,0 +1,82 @@
+"""The programs of the page "How to ship it" give the labels of the classifier."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis.export.web_page import RUNTIME_VERSION
+from tests.tiny import SUPPORT_LABELS, adapting_model, drawn
+
+PAGE = Path(__file__).parents[2] / "docs" / "shipping.md"
+COLOURS = ["red", "green", "blue"]
+
+
+def program(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A graph of a classifier, and pictures in PPM, which have that many columns more than rows."""
+    pytest.importorskip("onnxscript")
+    folder = tmp_path_factory.mktemp("shipped")
+    classifier = SimpleCNAPSClassifier(adapting_model(), device="cpu", precision="float32")
+    classifier.fit(drawn(SUPPORT_LABELS, 0), SUPPORT_LABELS).export_onnx(folder / "pets.onnx", pixels=True)
+    pictures = drawn(COLOURS, 3)[:, :17]
+    assert classifier.predict(pictures).tolist() == COLOURS
+    for name, picture in zip(COLOURS, pictures, strict=True):
+        (folder / f"{name}.ppm").write_bytes(b"P6\n24 17\n255\n" + picture.tobytes())
+    (folder / "labels.json").write_text(json.dumps(classifier.classes_.tolist()))
+    return folder
+
+
+def labels_by(command: list[str], folder: Path) -> list[str]:
+    labels = json.loads((folder / "labels.json").read_text())
+    answers = []
+    for name in COLOURS:
+        done = subprocess.run([*command, f"{name}.ppm"], cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        answers.append(labels[int(done.stdout.strip().removesuffix("n"))])
+    return answers
+
+
+def test_the_program_in_cpp_labels_pictures(folder: Path) -> None:
+    compiler, runtime = shutil.which("g++"), os.environ.get("ONNXRUNTIME")
+    if compiler is None or runtime is None:
+        pytest.skip("there is no g++, or ONNXRUNTIME names no folder with include/ and lib/ of ONNX Runtime")
+    (folder / "classify.cpp").write_text(program("cpp"))
+    places = ["-I", f"{runtime}/include", "-L", f"{runtime}/lib", f"-Wl,-rpath,{runtime}/lib"]
+    command = [compiler, "-std=c++17", "classify.cpp", *places, "-lonnxruntime", "-o", "classify"]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    assert labels_by(["./classify"], folder) == COLOURS
+
+
+def test_the_program_in_javascript_labels_pictures(folder: Path) -> None:
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("there is no node or no npm on PATH: install Node.js")
+    command = ["npm", "install", "--no-audit", "--no-fund", f"onnxruntime-web@{RUNTIME_VERSION}"]
+    (folder / "package.json").write_text("{}")
+    installed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if installed.returncode:
+        pytest.skip(f"npm has no onnxruntime-web@{RUNTIME_VERSION} here: {installed.stderr.strip()[-200:]}")
+    (folder / "classify.mjs").write_text(program("js"))
+    assert labels_by(["node", "classify.mjs"], folder) == COLOURS
+
+
+def test_the_table_of_the_page_is_that_of_the_record() -> None:
+    record = json.loads((PAGE.parents[1] / "benchmarks" / "results" / "shipping.json").read_text())
+    (table,) = record["tables"]
+    shown = ["| " + " | ".join(row) + " |" for row in (table["header"], ["---"] * 5, *table["rows"])]
+    assert (
+        "\n".join(shown).replace("|  |", "| |").replace("| --- ", "|---").replace("--- |", "---|") in PAGE.read_text()
+    )
