@@ -113,8 +113,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     """Image classifier that learns its classes from a few images each, in one forward pass.
 
     Fitting adapts a pretrained network to the support images by FiLM layers and describes each class by a Gaussian of
-    their features; a query gets the class of the smallest Mahalanobis distance. There is no training: ``fit`` takes as
-    long as extracting the features of the support images.
+    their features; a query gets the most probable class. With the paper's head that is the class of the smallest
+    Mahalanobis distance. There is no training: ``fit`` takes as long as extracting the features of the support images.
 
     Images are a list of file paths, bytes of files, opened files, PIL images, arrays (h, w, 3) or (h, w), tensors
     (3, h, w), parts of any of these (:class:`Region`), or a mixture, each of its own size; any other sequence of them
@@ -122,8 +122,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     tensors are uint8, or float in [0, 1]. EXIF orientation and colour profile are applied, transparent pixels become
     white, and each image is resized to a square.
 
-    The features are those of :class:`AdaptedFeatures`. ``predict``, ``predict_proba`` and what else says something of a
-    label are inherited from :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`, which reads them.
+    The features are those of :class:`AdaptedFeatures`. ``predict``, ``predict_proba`` and the other methods of
+    prediction are inherited from :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`, which reads them.
 
     Parameters
     ----------
@@ -480,7 +480,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         """The head fitted to the support set."""
         return self._fitted.fitted_head
 
-    # ---------------------------------------------------------------- doors to files, Hub, exports and page
+    # ---------------------------------------------------------------- saving, loading, sharing, export
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted classifier to one safetensors file, which loads without a checkpoint and without pickle.

@@ -236,7 +236,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         checked = validate_data(self, X, dtype=np.float64, reset=False)
         yield Features(torch.tensor(checked, device="cpu"))
 
-    # ---------------------------------------------------------------- doors to files
+    # ---------------------------------------------------------------- saving, loading, export
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted classifier to one safetensors file, which loads without pickle.

@@ -271,7 +271,7 @@ class ClassBatch:
         return regularized_covariance(self.roots.mT @ self.roots, shared.dense, self.class_weight, beta)
 
     def metric(self, shared: SharedCovariance, beta: float) -> Metric:
-        """Factor Q_k itself where a class has as many examples as features, else by thin factors."""
+        """Dense Cholesky factors where a class has as many examples as features, else low-rank ones."""
         rows, d = self.roots.shape[1:]
         # Without S, I + F_k F_k^T has an eigenvalue near 1 even where Sigma_k has none near 0: thin factors lose
         # digits.

@@ -64,7 +64,7 @@ from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 
 @dataclass(frozen=True, eq=False)
 class Removal:
-    """G groups of g examples, each of which is left out in turn, and with each as many whole classes."""
+    """G groups of g examples, each left out in turn; leaving out any of them empties the same number of classes."""
 
     rows: Tensor  # (G, g), the examples
     labels: Tensor  # (G, g), their classes

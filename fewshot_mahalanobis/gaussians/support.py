@@ -189,7 +189,7 @@ def group_weights(groups: Tensor) -> Tensor:
 def left_out_weights(labels: Tensor, groups: Tensor | None) -> Tensor:
     """How many left-out examples each example counts as, (n,): every group counts as one.
 
-    Where no example of its class remains an example counts as none, and the others of its group stand for all of it.
+    An example counts 0 if leaving out its group empties its class; the others of the group share the weight of one.
     """
     counted = remaining_examples(labels, groups) > 0
     weights = counted.to(working_dtype(labels))

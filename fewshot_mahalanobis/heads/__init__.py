@@ -43,7 +43,7 @@ __all__ = [
     "make_head",
 ]
 
-#: Every head by its name. Messages list these names; helps and pages that do are held to them by tests.
+#: Every head by its name. Messages list these names; tests check that help texts and pages list the same.
 HEADS: dict[str, type[Head[Any]]] = {
     head.name: head
     for head in (AutoHead, MahalanobisHead, EuclideanHead, ManhattanHead, CosineHead, DotProductHead, LinearHead)

@@ -81,7 +81,7 @@ class Head(nn.Module, Generic[State]):
         return self
 
     def common_distance(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None) -> Tensor:
-        """Part (n,) of minus the left-out logits that is the same for every class; 0 unless a head knows better."""
+        """Part (n,) of the negated left-out logits that all classes have in common; 0 by default."""
         return support_features.new_zeros(len(support_features))
 
     def transductive_logits(

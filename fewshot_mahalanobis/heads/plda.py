@@ -66,7 +66,7 @@ class AutoHead(Head[Plda]):
         return self.fit_groups(support_features, support_labels, None)
 
     def fit_groups(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None) -> Plda:
-        """Choose the settings and fit, with n_k of what the copies of one group, numbers (n,), are worth."""
+        """Choose the settings and fit. n_k are effective counts: the copies of one group (n,) count together."""
         check_support(support_features, support_labels)
         with full_precision(support_features):
             settings = self._settings(support_features, support_labels, groups)

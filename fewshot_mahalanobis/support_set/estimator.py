@@ -30,7 +30,7 @@ from fewshot_mahalanobis.support_set.warn import warn_caller
 
 
 class FittedHeadMixin(ClassifierMixin):
-    """``predict`` and its like for a classifier that turns what it is given into features.
+    """The methods of prediction for a classifier that turns what it is given into features.
 
     The classifier defines ``_query_features`` and :attr:`fitted_head_`, which it makes by ``_fit_head``. Whatever
     ``fit`` learns is one record, ``_fitted``, which takes the place of an earlier one in a single step.
@@ -182,7 +182,7 @@ class FittedHeadMixin(ClassifierMixin):
         earlier: int = 0,
         priors: NDArray[Any] | None = None,
     ) -> FittedHead:
-        """Fit a head to examples of classes and of none, and warn of copies, called by ``name``.
+        """Fit a head to examples of classes and of none, and warn of new copies.
 
         With ``before`` the first ``earlier`` examples are known from it, and so are their copies.
         """

@@ -176,15 +176,15 @@ class FittedHead:
 
     @property
     def output_labels(self) -> NDArray[Any]:
-        """Every label that :meth:`predict` can name by its index: the classes, then the unknown label."""
+        """Labels that :meth:`predict` gives the indices of: the classes, then the unknown label."""
         return output_labels(self.classes, self.unknown_label)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits (m, k) of queries' adapted features (m, d)."""
-        return self.with_priors(self._similarities(features))
+        return self.with_priors(self._equal_prior_logits(features))
 
     @torch.no_grad()
-    def _similarities(self, features: Tensor) -> Tensor:
+    def _equal_prior_logits(self, features: Tensor) -> Tensor:
         """Logits (m, k) of equal priors: what the head says."""
         return self.settled.logits(self.state, features.to(self.support.adapted.device))
 
@@ -214,19 +214,19 @@ class FittedHead:
 
         Without a fitted score it is minus the largest logit of equal priors.
         """
-        return self._outlier_score(features, self._similarities(features.adapted))
+        return self._outlier_score(features, self._equal_prior_logits(features.adapted))
 
-    def _outlier_score(self, features: Features, similarities: Tensor) -> Tensor:
-        return OutlierScore.of_head(similarities) if self.outliers is None else self.outliers(similarities, features)
+    def _outlier_score(self, features: Features, logits: Tensor) -> Tensor:
+        return OutlierScore.of_head(logits) if self.outliers is None else self.outliers(logits, features)
 
     def predict(self, features: Features, *, transductive: bool = False) -> Decisions:
         """Classify m queries: logits, outlier scores and the index of each query's label in ``output_labels``.
 
         With ``transductive`` the m queries refine the classes first; their outlier scores do not depend on that.
         """
-        similarities = self._similarities(features.adapted)
-        scores = self._outlier_score(features, similarities)
-        logits = self.transductive_logits(features.adapted) if transductive else self.with_priors(similarities)
+        of_equal_priors = self._equal_prior_logits(features.adapted)
+        scores = self._outlier_score(features, of_equal_priors)
+        logits = self.transductive_logits(features.adapted) if transductive else self.with_priors(of_equal_priors)
         indices = logits.argmax(dim=1)
         if self.outliers is not None:
             indices = indices.masked_fill(scores > self.outliers.threshold, logits.shape[1])
