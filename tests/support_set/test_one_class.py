@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
+from fewshot_mahalanobis.checkpoints.card import model_card
 from fewshot_mahalanobis.support_set.summary import SupportSummary
 from tests.tiny import adapting_model, drawn
 
@@ -128,3 +129,18 @@ def test_of_features_a_second_class_later_is_a_fit_on_both() -> None:
     whole = MahalanobisClassifier(**settings).fit(X, y)
     np.testing.assert_allclose(stream.predict_proba(X), whole.predict_proba(X))
     assert stream.threshold_ == whole.threshold_
+
+
+def test_defects_may_be_examples_of_no_class_beside_one_class() -> None:
+    rng = np.random.default_rng(0)
+    good, defects = rng.normal(size=(20, 10)), rng.normal(size=(6, 10)) + 2
+    classifier = MahalanobisClassifier(unknown_label="defect", false_rejection_rate=RATE)
+    classifier.fit(np.concatenate([good, defects]), ["good"] * 20 + ["defect"] * 6)
+    assert classifier.classes_.tolist() == ["good"]
+    assert (classifier.predict(rng.normal(size=(50, 10)) + 2) == "defect").mean() > 0.9
+    assert classifier.summary().curve is None
+
+
+def test_a_model_card_says_why_no_accuracy_of_one_class_is_measured(classifier: SimpleCNAPSClassifier) -> None:
+    card = model_card("user/good", classifier._state(), classifier.summary())
+    assert "Not measured: there is one class" in card
