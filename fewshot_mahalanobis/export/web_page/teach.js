@@ -381,6 +381,7 @@ function checkClassifier({tensors, header}) {
   }
   if (header.fitted.settled?.name !== "auto") throw new Error("This page has the head “auto” alone.");
   if (header.fitted.priors) throw new Error("Its classes have priors, which this page does not know.");
+  if (tensors.negative_features) throw new Error("It has examples of no class, which this page does not know.");
   if (!header.labels.classes.every(name => typeof name === "string")) throw new Error("Its classes are numbers.");
 }
 
