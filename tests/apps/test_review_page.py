@@ -82,9 +82,14 @@ def labels_in(review: Review) -> dict[str, str]:
         return {Path(path).name: label for path, label in [*csv.reader(file)][1:]}
 
 
+def expect_ready(page: Page) -> None:
+    """Wait until the page takes the next click: while it waits for the server it ignores them."""
+    expect(page.locator("body[aria-busy]")).to_have_count(0)
+
+
 def expect_labelled(page: Page, number: int) -> None:
     expect(page.locator("#progress")).to_contain_text(f"{number} of 78 labelled")
-    expect(page.locator("body[aria-busy]")).to_have_count(0)
+    expect_ready(page)
 
 
 def asked_about(page: Page) -> str:
@@ -149,6 +154,7 @@ def test_in_the_end_nothing_is_asked(page: Page, review: Review) -> None:
 
 def test_forty_are_corrected_in_two_gestures_and_taken_back_by_one(page: Page, review: Review) -> None:
     page.keyboard.press("w")
+    expect_ready(page)
     page.get_by_role("group", name="Answers").get_by_text("red").click()
     tiles = page.locator(".tile")
     expect(tiles).to_have_count(60)
@@ -170,6 +176,7 @@ def test_forty_are_corrected_in_two_gestures_and_taken_back_by_one(page: Page, r
 
 def test_the_wall_is_worked_by_the_keyboard_alone(page: Page, review: Review) -> None:
     page.keyboard.press("w")
+    expect_ready(page)
     page.locator("#tabs button").last.focus()
     page.keyboard.press("Enter")
     expect(page.locator("#shown")).to_have_text("red")
@@ -193,11 +200,13 @@ def test_the_wall_is_worked_by_the_keyboard_alone(page: Page, review: Review) ->
     expect_labelled(page, 1)
     assert labels_in(review) == {Path(titles[0]).name: "unknown"}
     page.keyboard.press("w")
+    expect_ready(page)
     expect(page.locator("#shown")).to_have_text("red")
 
 
 def test_pages_are_turned_and_each_picture_is_on_one(page: Page, review: Review) -> None:
     page.keyboard.press("w")
+    expect_ready(page)
     page.locator("#tabs button").last.click()
     total = review.classes()["red"]
     expect(page.locator("#place")).to_have_text(f"1 to 60 of {total}")
@@ -220,8 +229,10 @@ def test_hostile_names_are_text(page: Page, review: Review) -> None:
     page.keyboard.press("Enter")
     expect_labelled(page, 1)
     page.keyboard.press("w")
+    expect_ready(page)
     page.locator("#tabs button").filter(has_text="<img").click()
     expect(page.locator("#shown")).to_have_text(HOSTILE)
+    expect_ready(page)
     expect(page.locator(".tile")).not_to_have_count(0)
     assert page.locator("img[src=x]").count() == 0
     picture = next(picture for picture, path in enumerate(review.paths) if path.name == f"{HOSTILE}.png")
