@@ -4,7 +4,7 @@
     predict:  query images    ->  features (m, d)  ->  logits (m, k)  ->  label
 
 ``fit`` is here. The way from images to features is :class:`~fewshot_mahalanobis.adapted_features.AdaptedFeatures`;
-``predict`` and its like, from features to labels, are
+``predict`` and the other methods of prediction, from features to labels, are
 :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`.
 """
 

@@ -77,7 +77,8 @@ class Review:
     labels : dict of int to str
         Those that the user has given.
     none : str
-        The label of pictures that belong to no class, which are not learned from.
+        The label of pictures that belong to no class. They teach what to reject if the classifier has an
+        ``unknown_label``, and else nothing.
     problems : dict of Path to str
         Files that were left out, and why.
     other_rows : int
@@ -228,10 +229,13 @@ class Review:
     def _learn(self, labels: dict[int, str]) -> None:
         """Fit to the support set and to labelled pictures, and answer for all pictures."""
         classifier = self.start
-        taught = {picture: label for picture, label in labels.items() if label != self.none}
-        if taught:
-            names = labels_like(classifier.classes_, [*taught.values()])
-            shots = Features.joined(self._rows[picture] for picture in taught)
+        of_none = [picture for picture, label in labels.items() if label == self.none]
+        of_classes = [picture for picture in labels if picture not in of_none]
+        names = labels_like(classifier.classes_, [labels[picture] for picture in of_classes])
+        if classifier.unknown_label is not None:
+            of_classes, names = [*of_classes, *of_none], [*names, *[classifier.unknown_label] * len(of_none)]
+        if of_classes:
+            shots = Features.joined(self._rows[picture] for picture in of_classes)
             classifier = copy.copy(classifier).partial_fit(shots, names)
         predictions = classifier.predict_all(self._features)
         classes = [str(label) for label in classifier.classes_.tolist()]

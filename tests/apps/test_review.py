@@ -121,16 +121,32 @@ def test_it_learns_what_partial_fit_learns(paths: list[Path], tmp_path: Path, se
     assert review.classifier.predict(paths).tolist() == learned.predict(paths).tolist()
 
 
-def test_a_picture_of_no_class_is_no_example(paths: list[Path], tmp_path: Path) -> None:
+def test_pictures_of_no_class_teach_what_to_reject_where_the_model_rejects(paths: list[Path], tmp_path: Path) -> None:
     start = coloured_classifier(unknown_label="?", false_rejection_rate=0.2)
     review = Review(start, paths, tmp_path / "checked.csv")
     assert review.none == "?"
+    expected = copy.copy(start).partial_fit(paths[:3], ["?", "?", "blue"])
     for written in ("?", " Unknown"):
         review.label([0, 1], written)
-        assert review.classifier is start
-        assert [review.answer(i).label for i in (0, 1)] == ["?", "?"]
+        review.label([2], "blue")
+        assert [review.answer(i).label for i in (0, 1, 2)] == ["?", "?", "blue"]
+        assert review.classifier.classes_.tolist() == start.classes_.tolist()
+        assert review.classifier.class_counts_.tolist() == expected.class_counts_.tolist()
+        np.testing.assert_allclose(review.classifier.outlier_score(paths), expected.outlier_score(paths), rtol=1e-6)
+        assert not np.allclose(start.outlier_score(paths), expected.outlier_score(paths), rtol=1e-2)
         review.undo()
-    assert Review(coloured_classifier(), paths, tmp_path / "checked.csv").none == "unknown"
+        review.undo()
+
+
+def test_a_picture_of_no_class_teaches_nothing_where_the_model_rejects_nothing(
+    paths: list[Path], tmp_path: Path
+) -> None:
+    start = coloured_classifier()
+    review = Review(start, paths, tmp_path / "checked.csv")
+    assert review.none == "unknown"
+    review.label([0, 1], "unknown")
+    assert review.classifier is start
+    assert [review.answer(i).label for i in (0, 1)] == ["unknown", "unknown"]
 
 
 def test_undo_takes_the_last_answer_back_and_no_more(paths: list[Path], tmp_path: Path) -> None:
