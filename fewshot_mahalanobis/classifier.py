@@ -465,8 +465,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
 
         Images that came as files are called by their paths, until the classifier is saved or pickled.
         """
-        names = self._fitted.names
-        return replace(super().summary(), names=names and names[: len(self.fitted_head_.labels)])
+        summary, names = super().summary(), self._fitted.names
+        return replace(summary, names=names and names[: len(self.fitted_head_.labels)])
 
     # ---------------------------------------------------------------- attributes
 

@@ -105,6 +105,8 @@ class SupportSummary:
         What the text calls an example: "image" where they are images.
     priors : dict of label to float, optional
         Shares of the classes among the queries, if ``fit`` was given any. Nothing else here depends on them.
+    of_no_class : int
+        Examples of no class, which nothing else here depends on.
     names : sequence of n, optional
         Paths of the support images, where they are known. Summaries that differ in them alone are equal.
     """
@@ -118,6 +120,7 @@ class SupportSummary:
     curve: LearningCurve | None = None
     noun: str = "example"
     priors: dict[Any, float] | None = None
+    of_no_class: int = 0
     names: Sequence[str | None] | None = field(default=None, compare=False)
 
     @property
@@ -148,6 +151,8 @@ class SupportSummary:
         fewest, most = min(self.counts, key=self.counts.__getitem__), max(self.counts, key=self.counts.__getitem__)
         if self.counts[most] >= MAX_IMBALANCE * self.counts[fewest]:
             lines.append(f"Very different sizes: {fewest!r} has {self.counts[fewest]}, {most!r} {self.counts[most]}.")
+        if self.of_no_class:
+            lines.append(f"{self.of_no_class} {self.noun}s of no class, which teach what to reject")
         if self.priors is not None:
             lines.append("Priors, which labels and probabilities of queries follow, and nothing below:")
             lines += [f"  {label}: {share:.3g}" for label, share in self.priors.items()]
@@ -227,6 +232,7 @@ def summarise(fitted: FittedHead, noun: str = "example") -> SupportSummary:
         learning_curve(fitted, logits, noun),
         noun,
         None if fitted.priors is None else dict(zip(names, fitted.priors.tolist(), strict=True)),
+        0 if fitted.negatives is None else len(fitted.negatives.adapted),
     )
 
 

@@ -240,10 +240,12 @@ def test_the_command_takes_them_in_a_folder_of_the_unknown_label(tmp_path: Path)
     output = tmp_path / "colours.safetensors"
     options = ["--checkpoint", str(tmp_path / "model"), "-o", str(output), "--unknown-label", NONE]
     result = CliRunner().invoke(
-        app, ["fit", str(tmp_path / "support"), *options, "--false-rejection-rate", "0.3", "--device", "cpu"]
+        app, ["fit", str(tmp_path / "support"), *options, "--false-rejection-rate", "0.3", "--report"]
     )
     assert result.exit_code == 0, result.output
     assert "3 classes (blue 3, green 3, red 2), and 5 images of no class" in result.output
+    assert "8 support images of 3 classes" in result.output
+    assert "5 images of no class, which teach what to reject" in result.output
     negatives = SimpleCNAPSClassifier.load(output).fitted_head_.negatives
     assert negatives is not None
     assert len(negatives.adapted) == 5
