@@ -236,7 +236,7 @@ def test_what_pages_install_is_in_the_clone_and_its_extras_exist() -> None:
 def test_pages_hold_no_code_of_a_language_that_is_not_tested() -> None:
     known = {"python", "sh", "console"}
     for page in PAGES:
-        more = {"cpp", "js"} if page.stem == "shipping" else set()  # tests/export/test_shipping.py runs these
+        more = {"cpp", "js"} if page.stem == "shipping" else set()  # tests/test_shipping.py runs these
         assert {name for name, _ in BLOCK.findall(page.read_text())} <= known | more, page
 
 

@@ -15,7 +15,7 @@ from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.export.web_page import RUNTIME_VERSION
 from tests.tiny import SUPPORT_LABELS, adapting_model, drawn
 
-PAGE = Path(__file__).parents[2] / "docs" / "shipping.md"
+PAGE = Path(__file__).parents[1] / "docs" / "shipping.md"
 COLOURS = ["red", "green", "blue"]
 
 
