@@ -35,7 +35,7 @@ PAGES = {
 
 #: Pages to look something up in, and the longest of the others, in pixels.
 REFERENCE = {
-    *("api", "changelog", "data", "genindex", "model_card", "py-modindex", "trust"),
+    *("api", "changelog", "cli", "data", "genindex", "model_card", "py-modindex", "trust"),
 }
 LONGEST = 5_400
 
