@@ -134,9 +134,11 @@ def test_the_folder_of_unsure_images_is_no_class(root: Path) -> None:
     assert notes == ["support: The folder 'unsure' is no class: 5 images left out."]
 
 
-def test_one_of_several_folders_may_have_one_class(root: Path) -> None:
+def test_one_of_several_folders_may_have_one_class_where_others_are_empty(root: Path) -> None:
     (root / "more" / "owl").mkdir(parents=True)
     (root / "new" / "0.png").rename(root / "more" / "owl" / "0.png")
+    assert {*taken("more")[0].values()} == {"owl"}
+    (root / "more" / "hen").mkdir()
     assert {*taken("support", "more")[0].values()} == {"cat", "dog", "owl"}
     with pytest.raises(ValueError, match="at least two are needed"):
         taken("more")
