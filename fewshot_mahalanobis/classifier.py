@@ -351,9 +351,9 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         y : array-like of shape (n,)
             Labels, of the type given to ``fit``.
         classes : array-like, optional
-            Every label that may ever occur, remembered by later calls but not in a saved file; ``classes_`` holds those
-            that have occurred. If no call names them, any label may occur, and the first call needs two classes, or one
-            with ``unknown_label``.
+            Every label that may ever occur, remembered by later calls and in files; ``classes_`` holds those that have
+            occurred. If no call names them, any label may occur, and the first call needs two classes, or one with
+            ``unknown_label``.
         groups : sequence of n strings or numbers, optional
             As for ``fit``; equal groups of different calls are one. Without them new images are compared with all
             images so far; after :meth:`load`, copies of earlier images are recognised only if they are the same again.
@@ -668,8 +668,9 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     def _state(self) -> ClassifierState:
         """Constructor arguments, model, and what was fitted, for a file."""
         self._check_settings_are_fitted()
-        film = self._fitted.network.film
-        return ClassifierState(self.get_params(deep=False), self.model_, film, self.precision_, self.fitted_head_)
+        fitted = self._fitted
+        film, parameters = fitted.network.film, self.get_params(deep=False)
+        return ClassifierState(parameters, fitted.model, film, fitted.precision, fitted.fitted_head, fitted.allowed)
 
     def _exported(self) -> tuple[SimpleCNAPS, AdaptedTask]:
         """What a graph is made of."""
@@ -679,5 +680,5 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     @classmethod
     def _of(cls, state: ClassifierState) -> SimpleCNAPSClassifier:
         self = cls(**state.parameters)
-        self._fitted = _Fitted.restored({**vars(state), "device": device_of(state.model), "allowed": None})
+        self._fitted = _Fitted.restored({**vars(state), "device": device_of(state.model)})
         return self

@@ -167,8 +167,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         X : array-like of shape (n, d)
         y : array-like of shape (n,)
         classes : array-like, optional
-            Every label that may ever occur, remembered by later calls; ``classes_`` holds those that have occurred.
-            If no call names them, any label may occur.
+            Every label that may ever occur, remembered by later calls and in files; ``classes_`` holds those that have
+            occurred. If no call names them, any label may occur.
         groups : sequence of n strings or numbers, optional
             As for ``fit``; equal groups of different calls are one.
 
@@ -280,11 +280,13 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
 
         write_head_onnx(self._exported(), path)
 
-    def _state(self) -> tuple[dict[str, Any], list[str] | None, FittedHead]:
+    def _state(self) -> tuple[dict[str, Any], list[str] | None, FittedHead, NDArray[Any] | None]:
         """Constructor arguments, names of the columns, and what was fitted, for a file."""
         self._check_settings_are_fitted()
-        columns = getattr(self._fitted.columns, "feature_names_in_", None)
-        return self.get_params(deep=False), None if columns is None else columns.tolist(), self.fitted_head_
+        fitted = self._fitted
+        columns = getattr(fitted.columns, "feature_names_in_", None)
+        names = None if columns is None else columns.tolist()
+        return self.get_params(deep=False), names, fitted.head, fitted.allowed
 
     def _exported(self) -> FittedHead:
         """What a graph is made of."""
@@ -292,12 +294,18 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         return self.fitted_head_
 
     @classmethod
-    def _of(cls, parameters: dict[str, Any], names: list[str] | None, fitted_head: FittedHead) -> MahalanobisClassifier:
+    def _of(
+        cls,
+        parameters: dict[str, Any],
+        names: list[str] | None,
+        fitted_head: FittedHead,
+        allowed: NDArray[Any] | None,
+    ) -> MahalanobisClassifier:
         self, columns = cls(**parameters), BaseEstimator()
         columns.n_features_in_ = fitted_head.support.adapted.shape[1]
         if names is not None:
             columns.feature_names_in_ = np.array(names, dtype=object)
-        self._fitted = _Fitted(columns, fitted_head, None)
+        self._fitted = _Fitted(columns, fitted_head, allowed)
         return self
 
     # ---------------------------------------------------------------- attributes

@@ -120,6 +120,7 @@ def model_card(
         "label of unknown images": "none"
         if unknown is None
         else f"{unknown!r}, at a false rejection rate of {parameters['false_rejection_rate']:g}",
+        **({"images of no class, which teach what to reject": summary.of_no_class} if summary.of_no_class else {}),
         "written by": f"fewshot-mahalanobis {__version__}, torch {torch.__version__}",
     }
     rows = [
@@ -179,14 +180,17 @@ def _write_strips(folder: Path, state: ClassifierState, X: Any, y: ArrayLike) ->
     parameters, classes = state.parameters, state.fitted_head.classes
     images = ImageBatches(X, SIDE, n_jobs=parameters["n_jobs"], value_range=parameters["value_range"])
     labels = checked_labels(y, images.n_images)
-    unknown = np.setdiff1d(labels, classes)
-    if len(unknown):
-        raise ValueError(f"thumbnails have the label {unknown.tolist()[0]!r}, which is none of the classes")
+    indices = {label: index for index, label in enumerate(state.fitted_head.output_labels.tolist())}
+    if unknown := [label for label in labels.tolist() if label not in indices]:
+        raise ValueError(f"thumbnails have the label {unknown[0]!r}, which is none of the classes")
     chosen: dict[int, list[NDArray[np.uint8]]] = {}
-    indices = iter(np.searchsorted(classes, labels).tolist())
+    remaining = iter(labels.tolist())
     for batch in images.decoded():
         for pixels in batch.pixels:
-            of_class = chosen.setdefault(next(indices), [])
+            index = indices[next(remaining)]
+            if index == len(classes):  # of no class
+                continue
+            of_class = chosen.setdefault(index, [])
             if len(of_class) < MAX_THUMBNAILS:
                 of_class.append(pixels)
     (folder / "thumbnails").mkdir()

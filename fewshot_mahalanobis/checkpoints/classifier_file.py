@@ -53,7 +53,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.support_set.calibration import check_settings
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
-from fewshot_mahalanobis.support_set.labels import checked_labels
+from fewshot_mahalanobis.support_set.labels import allowed_classes, checked_labels
 
 #: What may be in a file, by the name of its class, and the version of both.
 OF_IMAGES, OF_FEATURES = "SimpleCNAPSClassifier", "MahalanobisClassifier"
@@ -77,6 +77,8 @@ class ClassifierState:
     precision : {"auto", "float32", "bfloat16"}
         Precision of the convolutions, as asked for when the classifier was fitted.
     fitted_head : FittedHead
+    allowed : ndarray or None
+        Every label that may occur, sorted, if ``partial_fit`` was told.
     """
 
     parameters: dict[str, Any]
@@ -84,6 +86,7 @@ class ClassifierState:
     film: Film | None
     precision: str
     fitted_head: FittedHead
+    allowed: NDArray[Any] | None
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -123,10 +126,11 @@ class FeatureParameters(_HeadParameters):
 
 
 class Labels(_Record):
-    """The sorted labels and their NumPy dtype."""
+    """The sorted labels and their NumPy dtype, and all that may occur, sorted too, if ``partial_fit`` was told."""
 
     dtype: str
     classes: list[Any]
+    allowed: list[Any] | None = None
 
 
 class Fitted(_Record):
@@ -198,7 +202,7 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
     header = Header(
         version=VERSION,
         digest=_digest(tensors),
-        labels=_labels(state.fitted_head),
+        labels=_labels(state.fitted_head, state.allowed),
         fitted=_fitted(state.fitted_head, state.model.config["head"] if head is state.model.head else None),
         model=state.model.config,
         checkpoint=None if isinstance(parameters["checkpoint"], SimpleCNAPS) else os.fspath(parameters["checkpoint"]),
@@ -219,7 +223,11 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
 
 
 def write_feature_classifier(
-    parameters: Mapping[str, Any], columns: list[str] | None, fitted_head: FittedHead, path: str | os.PathLike[str]
+    parameters: Mapping[str, Any],
+    columns: list[str] | None,
+    fitted_head: FittedHead,
+    allowed: NDArray[Any] | None,
+    path: str | os.PathLike[str],
 ) -> None:
     """Write a fitted classifier of features to a file, as :func:`write_classifier` does.
 
@@ -230,6 +238,8 @@ def write_feature_classifier(
     columns : list of str or None
         Names of the features, if they have any.
     fitted_head : FittedHead
+    allowed : ndarray or None
+        Every label that may occur, sorted, if ``partial_fit`` was told.
     path : path
     """
     tensors = _support_tensors(fitted_head)
@@ -237,7 +247,7 @@ def write_feature_classifier(
     header = FeatureHeader(
         version=VERSION,
         digest=_digest(tensors),
-        labels=_labels(fitted_head),
+        labels=_labels(fitted_head, allowed),
         fitted=_fitted(fitted_head),
         columns=columns,
         parameters=FeatureParameters(
@@ -265,8 +275,9 @@ def _support_tensors(fitted_head: FittedHead) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _labels(fitted_head: FittedHead) -> Labels:
-    return Labels(fitted_head.classes.dtype.str, fitted_head.classes.tolist())
+def _labels(fitted_head: FittedHead, allowed: NDArray[Any] | None) -> Labels:
+    classes = fitted_head.classes
+    return Labels(classes.dtype.str, classes.tolist(), None if allowed is None else allowed.tolist())
 
 
 def _fitted(fitted_head: FittedHead, name: str | None = None) -> Fitted:
@@ -378,12 +389,12 @@ def read_classifier(
         parameters = _parameters(header.parameters, fitted_head)
         parameters |= {"checkpoint": model if header.checkpoint is None else header.checkpoint, "device": device}
         film = Film.from_tensors(tensors).to(target) or None
-        return ClassifierState(parameters, model, film, header.precision, fitted_head)
+        return ClassifierState(parameters, model, film, header.precision, fitted_head, _allowed(header.labels))
 
 
 def read_feature_classifier(
     path: str | os.PathLike[str],
-) -> tuple[dict[str, Any], list[str] | None, FittedHead]:
+) -> tuple[dict[str, Any], list[str] | None, FittedHead, NDArray[Any] | None]:
     """Read what :func:`write_feature_classifier` was given, with the errors of :func:`read_classifier`."""
     path = Path(path)
     header, shapes = _header_and_shapes(path, OF_FEATURES, FeatureHeader)
@@ -395,7 +406,7 @@ def read_feature_classifier(
         if header.columns is not None and len(header.columns) != shape[1]:
             raise ValueError(f"{len(header.columns)} names of {shape[1]} features")
         fitted_head = _fitted_head(header, tensors, make_head(header.fitted.head), torch.device("cpu"))
-        return _parameters(header.parameters, fitted_head), header.columns, fitted_head
+        return _parameters(header.parameters, fitted_head), header.columns, fitted_head, _allowed(header.labels)
 
 
 @contextmanager
@@ -534,3 +545,15 @@ def _classes(labels: Labels) -> NDArray[Any]:
     if checked_labels(array, len(classes)).tolist() != classes or np.unique(array).tolist() != classes:
         raise ValueError(f"labels that are not sorted, not different or not of type {labels.dtype!r}")
     return array
+
+
+def _allowed(labels: Labels) -> NDArray[Any] | None:
+    """Every label that may occur, of the kind of the classes, which are among them; None if the file names none."""
+    if labels.allowed is None:
+        return None
+    if not {*labels.classes} <= {*labels.allowed}:
+        raise ValueError(f"the labels that may occur, {labels.allowed}, lack some of {labels.classes}")
+    allowed = checked_labels(labels.allowed, len(labels.allowed))
+    if allowed_classes(allowed, None).tolist() != labels.allowed:
+        raise ValueError(f"labels that may occur which are not sorted or not different: {labels.allowed}")
+    return allowed

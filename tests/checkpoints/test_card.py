@@ -187,6 +187,26 @@ def test_a_card_of_single_images_claims_no_accuracy(fitted: SimpleCNAPSClassifie
     assert "%" not in card.split("## Accuracy")[1].split("## Settings")[0]
 
 
+def test_images_of_no_class_and_priors_are_on_the_card(hub: Hub, fitted: SimpleCNAPSClassifier, tmp_path: Path) -> None:
+    of_classes = LABELS != "alone"
+    labels = np.where(of_classes, LABELS, "none")
+    images, model = coloured(LABELS, 0), fitted.model_
+    priors = {"blue": 0.7, "green": 0.2, "red": 0.1}
+    both = SimpleCNAPSClassifier(model, device="cpu", unknown_label="none", false_rejection_rate=0.2, priors=priors)
+    both.fit(images, labels).push_to_hub("user/colours", token="hf_secret", thumbnails=(images, labels))
+    files = files_of(hub, "user/colours")
+    card = files["README.md"].decode()
+    assert "| images of no class, which teach what to reject | 1 |" in card
+    assert re.search(r"\| priors \| blue 0.*7, green 0.*2, red 0.*1 \|", card)
+    assert "| none |" not in card
+    assert "of 3 classes, fitted to 8 images" in card
+    assert sorted(name for name in files if "thumbnails/" in name) == [f"thumbnails/{i}.jpg" for i in range(3)]
+    without = SimpleCNAPSClassifier(model, device="cpu", unknown_label="none", false_rejection_rate=0.2)
+    plain = card_of(without.fit(images[of_classes], labels[of_classes]))
+    assert "of no class" not in plain
+    assert "| priors | equal |" in plain
+
+
 def test_thumbnails_are_shared_only_when_they_are_handed_over(hub: Hub, fitted: SimpleCNAPSClassifier) -> None:
     exif = Image.Exif()
     exif[0x010E] = "at home"  # the description of the picture

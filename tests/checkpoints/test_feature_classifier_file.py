@@ -86,6 +86,22 @@ def test_names_of_columns_are_kept_and_checked(tmp_path: Path) -> None:
         MahalanobisClassifier.load(tmp_path / "b").predict(np.zeros((1, 7)))
 
 
+@pytest.mark.parametrize("of", [MahalanobisClassifier, SimpleCNAPSClassifier])
+def test_the_classes_that_partial_fit_was_told_are_kept(of: Any, tmp_path: Path) -> None:
+    of_features = of is MahalanobisClassifier
+    settings = {} if of_features else {"checkpoint": adapting_model(), "device": "cpu"}
+    examples = X if of_features else drawn(SUPPORT_LABELS, seed=3)
+    classifier = of(**settings).partial_fit(examples[:6], ["a", "c"] * 3, classes=["a", "bcde", "c"])
+    classifier.save(tmp_path / "a")
+    of.load(tmp_path / "a").save(tmp_path / "b")
+    loaded = of.load(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"label 'd' is not among the classes \['a', 'bcde', 'c'\]"):
+        loaded.partial_fit(examples[6:7], ["d"])
+    with pytest.raises(ValueError, match="an earlier partial_fit named"):
+        loaded.partial_fit(examples[6:7], ["c"], classes=["a", "c"])
+    assert loaded.partial_fit(examples[6:7], ["bcde"]).classes_.tolist() == ["a", "bcde", "c"]
+
+
 def test_a_file_opens_in_another_process(tmp_path: Path) -> None:
     scaler = StandardScaler().fit(X)
     classifier = MahalanobisClassifier().fit(scaler.transform(X), LABELS)
@@ -162,6 +178,9 @@ def test_damaged_and_forged_files_are_refused(tmp_path: Path) -> None:
     for priors, message in (([0.5, 0.5], "shape"), ([-1, 1, 1], "share of 'blue' is -1"), ([0, 0, 0], "share 0")):
         forge({"fitted": {**header["fitted"], "priors": priors}})
         assert_refused(message)
+    for allowed in (["blue", "green"], ["red", "green", "blue"], ["blue", "green", "red", "red"], [1, 2, 3], []):
+        forge({"labels": {**header["labels"], "allowed": allowed}})
+        assert_refused("does not fit together")
     forge({}, {**tensors, "support_features": tensors["support_features"][:, :3].contiguous()})
     assert_refused("do not match their digest")
     for surplus in ("model.weight", "unadapted_features"):
