@@ -36,18 +36,26 @@ def write_onnx(
     path: str | os.PathLike[str],
     *,
     pixels: bool,
-    distances: bool = False,
-    float16: bool = False,
 ) -> None:
     """Write an adapted task as an ONNX file, replacing any file at ``path``, whole or not at all.
 
-    Labels and what else a user of the file needs are in its properties. With ``distances`` a graph that reads pixels
-    has one more output: the distances (n,) of the picture to the support images, between adapted features. With
-    ``float16`` the file has the network's weights, not the head's, in that type; it computes in float32 all the same.
-    ImportError if onnx or onnxscript is absent; ValueError if the head or the backbone has no form as a graph, or the
-    head's matrices are too large for a file.
+    Labels and what else a user of the file needs are in its properties. ImportError if onnx or onnxscript is absent;
+    ValueError if the head or the backbone has no form as a graph, or the head's matrices are too large for a file.
     """
-    _write_onnx(_graph_of(model, task, pixels, distances), path, "network." if float16 else None)
+    _write_onnx(_graph_of(model, task, pixels), path)
+
+
+def write_page_onnx(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike[str], *, distances: bool) -> None:
+    """Write an adapted task as the ONNX file of a web page: one image (1, 3, s, s) to answers.
+
+    With ``distances`` they have the distances (n,) of the image to the support images, between adapted features. The
+    file has the network's weights, not the head's, as float16; it computes in float32 all the same. Errors as
+    :func:`write_onnx`.
+    """
+    size = model.image_size
+    answers = _Answers(model, task, nn.Identity(), distances=distances).cpu().eval()
+    inputs = {"images": (torch.zeros(1, 3, size, size), dict[int, Any]())}
+    save_onnx(answers, inputs, _ANSWERS + ["distances"] * distances, path, float16="network.")
 
 
 def write_head_onnx(fitted_head: FittedHead, path: str | os.PathLike[str]) -> None:
@@ -55,9 +63,9 @@ def write_head_onnx(fitted_head: FittedHead, path: str | os.PathLike[str]) -> No
     _write_onnx(_graph_of_head(fitted_head), path)
 
 
-def _write_onnx(graph: _Graph, path: str | os.PathLike[str], float16: str | None = None) -> None:
+def _write_onnx(graph: _Graph, path: str | os.PathLike[str]) -> None:
     inputs = {graph.input_name: (graph.example, graph.shape)}
-    save_onnx(graph.module, inputs, graph.output_names, path, graph.properties, float16=float16)
+    save_onnx(graph.module, inputs, graph.output_names, path, graph.properties)
 
 
 def save_onnx(
@@ -153,7 +161,7 @@ class _Graph(NamedTuple):
     properties: dict[str, str]
 
 
-def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool, distances: bool = False) -> _Graph:
+def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool) -> _Graph:
     size, fitted = model.image_size, task.fitted_head
     properties = {"classes": json.dumps(fitted.classes.tolist())}
     if not pixels:
@@ -175,8 +183,8 @@ def _graph_of(model: SimpleCNAPS, task: AdaptedTask, pixels: bool, distances: bo
     }
     example = torch.zeros(2 * size + 1, 2 * size + 3, 4, dtype=torch.uint8)
     sides = {0: torch.export.Dim("h", min=2), 1: torch.export.Dim("w", min=2), 2: torch.export.Dim("c", min=3, max=4)}
-    answers = _Answers(model, task, distances).cpu().eval()
-    return _Graph(answers, example, sides, "pixels", _ANSWERS + ["distances"] * distances, properties)
+    answers = _Answers(model, task, PixelsToSquare(size)).cpu().eval()
+    return _Graph(answers, example, sides, "pixels", _ANSWERS, properties)
 
 
 def _graph_of_head(fitted: FittedHead) -> _Graph:
@@ -224,21 +232,24 @@ class _Logits(nn.Module):
 
 
 class _Answers(nn.Module):
-    """Pixels (h, w, 3 or 4) -> probabilities (k,), index of the label, outlier score, and distances (n,) if wanted."""
+    """A picture -> probabilities (k,), index of the label, outlier score, and distances (n,) if wanted.
+
+    ``square`` makes an image (1, 3, s, s) of the picture.
+    """
 
     support: Tensor | None
 
-    def __init__(self, model: SimpleCNAPS, task: AdaptedTask, distances: bool) -> None:
+    def __init__(self, model: SimpleCNAPS, task: AdaptedTask, square: nn.Module, *, distances: bool = False) -> None:
         super().__init__()
         fitted = task.fitted_head
-        self.square = PixelsToSquare(model.image_size)
+        self.square = square
         both = task.unadapted is not None and fitted.outliers is not None
         self.network = _BothNetworks(model, task) if both else _AdaptedNetwork(model, task)
         self.fitted_head = fitted.export()
         self.register_buffer("support", fitted.support.adapted.float() if distances else None)
 
-    def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
-        features = self.network(self.square(pixels))
+    def forward(self, picture: Tensor) -> tuple[Tensor, ...]:
+        features = self.network(self.square(picture))
         probabilities, label, score = self.fitted_head(features)
         distances = () if self.support is None else (torch.linalg.vector_norm(self.support - features.adapted, dim=1),)
         return probabilities[0], label[0], score[0], *distances

@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.exceptions import NotFittedError
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
-from fewshot_mahalanobis.export.graph import write_onnx
+from fewshot_mahalanobis.export.graph import write_page_onnx
 from fewshot_mahalanobis.images.decode import ImageBatches
 from tests.tiny import LABELS, SUPPORT_LABELS, drawn, pictures
 
@@ -59,10 +59,11 @@ def test_a_graph_that_has_the_weights_of_both_networks_once_and_as_float16_answe
     ]
     expected = classifier.predict_all(queries)
     assert {"none", "blue"} <= set(expected.labels.tolist())
-    write_onnx(classifier.model_, classifier.task_, tmp_path / "both.onnx", pixels=True, float16=True)
+    write_page_onnx(classifier.model_, classifier.task_, tmp_path / "both.onnx", distances=False)
     assert (tmp_path / "both.onnx").stat().st_size < 1.1 * 2 * weights
     session = onnxruntime.InferenceSession(tmp_path / "both.onnx")
     for index, query in enumerate(queries):
-        probabilities, label, _ = session.run(None, {"pixels": query})
+        images = (query.astype(np.float32) / 127.5 - 1).transpose(2, 0, 1)[None]
+        probabilities, label, _ = session.run(None, {"images": images})
         assert np.abs(probabilities - expected.probabilities[index]).max() < 0.01
         assert classifier.fitted_head_.output_labels[label] == expected.labels[index]

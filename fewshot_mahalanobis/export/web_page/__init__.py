@@ -1,6 +1,6 @@
 """A fitted classifier as a page that classifies in its visitor's browser: a folder of files for any web server.
 
-The graph is the one of :mod:`~fewshot_mahalanobis.export.graph` that reads pixels.
+The graph is that of :func:`~fewshot_mahalanobis.export.graph.write_page_onnx`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from fewshot_mahalanobis.export.graph import write_onnx
+from fewshot_mahalanobis.export.graph import write_page_onnx
 from fewshot_mahalanobis.export.web_page.page_files import (
     RUNTIME,
     RUNTIME_VERSION,
@@ -62,7 +62,7 @@ def write_web_page(
         copied = None if runtime is None else runtime_files(Path(runtime))
         pictures = None if support is None else _thumbnails(support, task)
         graph = temporary / _GRAPH
-        write_onnx(model, task, graph, pixels=True, distances=pictures is not None, float16=True)
+        write_page_onnx(model, task, graph, distances=pictures is not None)
         fitted, classes = task.fitted_head, [str(label) for label in task.fitted_head.classes.tolist()]
         examples = None
         if pictures is not None:

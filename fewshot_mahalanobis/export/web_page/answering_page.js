@@ -12,8 +12,8 @@ const escaped = content => content.replace(/[&<>"']/g, letter => `&#${letter.cha
 
 /** A zip (Blob) of an answering page: its title, a classifier's file (Blob), its labels and number of pictures. */
 async function answeringPage(title, classifier, {labels, unknown, examples}) {
-  const {made_by, side, positions, runtime, square, features} = page, files = {};
-  const kept = Object.fromEntries([square, features, ...Object.values(runtime)].map(file => [nameOf(file), file]));
+  const {made_by, side, positions, runtime, features} = page, files = {};
+  const kept = Object.fromEntries([features, ...Object.values(runtime)].map(file => [nameOf(file), file]));
   for (const name of page.files.filter(name => !OF_TEACHING.includes(name))) {
     files[name] = new Uint8Array(await (await get(kept[name] ?? {address: name})).arrayBuffer());
   }
@@ -29,11 +29,11 @@ async function answeringPage(title, classifier, {labels, unknown, examples}) {
   const manifest = JSON.parse(new TextDecoder().decode(files["manifest.json"]));
   files["manifest.json"] = text(JSON.stringify({...manifest, name: title, short_name: title}));
   const own = await largeFile("classifier.safetensors", files["classifier.safetensors"]);
-  const bytes = [square, features, own].reduce((total, file) => total + files[nameOf(file)].length, page.runtime_bytes);
-  const described = {made_by, title, side, runtime, square, features, classifier: own, positions, bytes, support: null,
+  const bytes = [features, own].reduce((total, file) => total + files[nameOf(file)].length, page.runtime_bytes);
+  const described = {made_by, title, side, runtime, features, classifier: own, positions, bytes, support: null,
     labels: [...labels, ...(unknown === null ? [] : [unknown])], files: Object.keys(files).sort()};
   files["page.json"] = text(JSON.stringify(described));
-  files["service-worker.js"] = await serviceWorker(files, [own, square, features, ...Object.values(runtime)]);
+  files["service-worker.js"] = await serviceWorker(files, [own, features, ...Object.values(runtime)]);
   return zipOf(files);
 }
 

@@ -7,10 +7,9 @@ const NEAREST = 6; // nearest pictures that are shown of an answer
 // ---------------------------------------------------------------- classifying
 
 async function classify(picture) {
-  if (!page.graph) return decide(await squareOf(picture), learned);
-  const {pixels, height, width} = pixelsOf(picture, page.side);
-  const inputs = {pixels: ["uint8", pixels, [height, width, 3]]};
-  const outputs = await ask({job: "run", graph: "graph", inputs}, [pixels.buffer]);
+  const square = squareOf(picture, page.side);
+  if (!page.graph) return decide(square, learned);
+  const outputs = await ask({job: "run", graph: "graph", inputs: {images: imagesOf(square)}});
   const {probabilities, label, distances = []} = outputs;
   return {probabilities: [...probabilities], label: Number(label[0]), distances: [...distances]};
 }
@@ -93,8 +92,8 @@ element("clear").addEventListener("click", () => {
 let learned; // what a file has, as `decide` takes it
 
 async function load() {
-  await loadPage(({graph, square, features}) =>
-    graph ? {graph} : {headCode: {address: "head.mjs"}, square, features});
+  await loadPage(({graph, features}) =>
+    graph ? {graph} : {headCode: {address: "head.mjs"}, features});
   if (!page.graph) {
     const {tensors, header} = readClassifier(await (await get(page.classifier)).arrayBuffer());
     const table = supportOf(tensors), {settled: {settings}, temperature, threshold, units} = header.fitted;

@@ -14,20 +14,16 @@ function filmOf(tensors) {
     [...numbersOf(tensors[`film.${position}.gamma`]), ...numbersOf(tensors[`film.${position}.beta`])]));
 }
 
-/** Features of a square, and what the set encoder reads of it. */
-function network(square, film) {
-  const images = Float32Array.from(square, value => value / 127.5 - 1);
-  const inputs = {images: ["float32", images, [1, 3, page.side, page.side]]};
-  if (page.positions.length) inputs.film = ["float32", film, [film.length]];
-  return ask({job: "run", graph: "features", inputs}, [images.buffer]);
+/** A square as a graph reads it. */
+function imagesOf(square) {
+  return ["float32", Float32Array.from(square, value => value / 127.5 - 1), [1, 3, page.side, page.side]];
 }
 
-/** The square (3, s, s) that the network reads of a picture. */
-async function squareOf(picture) {
-  const {pixels, height, width} = pixelsOf(picture, page.side);
-  const inputs = {pixels: ["uint8", pixels, [height, width, 3]]};
-  const {square} = await ask({job: "run", graph: "square", inputs}, [pixels.buffer]);
-  return Uint8Array.from(square, value => Math.round((value + 1) * 127.5));
+/** Features of a square, and what the set encoder reads of it. */
+function network(square, film) {
+  const inputs = {images: imagesOf(square)};
+  if (page.positions.length) inputs.film = ["float32", film, [film.length]];
+  return ask({job: "run", graph: "features", inputs}, [inputs.images[1].buffer]);
 }
 
 /** The answer to a square by what was learned: the number of the head in the worker, FiLM parameters, and the support

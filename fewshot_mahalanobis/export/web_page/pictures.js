@@ -85,12 +85,19 @@ function drawUpright(context, {source, width, height, turn: [a, b, c, d]}) {
   context.drawImage(source, 0, 0);
 }
 
-/** The picture's pixels on white, RGB. As in Python, blocks of 2^k x 2^k pixels become their mean, k as large as leaves
- *  both sides at least twice as long as the network's. */
-function pixelsOf(picture, networkSide) {
+/** The square (3, side, side) that the network reads of a picture, 8-bit RGB, from the same pixels the same as Pillow
+ *  makes it for `predict`: blocks of 2^k x 2^k pixels become their mean, k as large as leaves both sides at least twice
+ *  as long as the square's, and an antialiased bilinear filter resizes the rest. */
+function squareOf(picture, side) {
+  const times = Math.floor(Math.min(picture.width, picture.height) / (2 * side));
+  const {pixels, width, height} = pixelsOf(picture, times > 1 ? 1 << (31 - Math.clz32(times)) : 1);
+  const rows = resized(resized(pixels, height, width, 3, side), 1, height, 3 * side, side);
+  return Uint8Array.from(rows, (_, index) => rows[index % (side * side) * 3 + Math.floor(index / (side * side))]);
+}
+
+/** The pixels (height, width, 3) of a picture on white, RGB, each the mean of a block. */
+function pixelsOf(picture, block) {
   const {width, height} = picture;
-  const times = Math.floor(Math.min(width, height) / (2 * networkSide));
-  const block = times > 1 ? 1 << (31 - Math.clz32(times)) : 1;
   const columns = Math.ceil(width / block), rows = Math.ceil(height / block);
   const pixels = new Uint8Array(rows * columns * 3);
   const strip = Math.ceil(STRIP / block) * block;
@@ -120,12 +127,34 @@ function pixelsOf(picture, networkSide) {
             blue += data[at + 2];
           }
         }
-        const count = down * across;
-        pixels[place++] = Math.round(red / count);
-        pixels[place++] = Math.round(green / count);
-        pixels[place++] = Math.round(blue / count);
+        const count = down * across, part = Math.floor(2 ** 24 / count); // rounded as in Pillow
+        for (const total of [red, green, blue]) pixels[place++] = (total + (count >> 1)) * part / 2 ** 24;
       }
     }
   }
   return {pixels, height: rows, width: columns};
 }
+
+/** Numbers (rows, length, inner) of 8 bits -> (rows, size, inner): sums under a triangle that is as wide as two pixels
+ *  of the result, or of the picture where it grows. Weights are whole numbers of 2^-22, as in Pillow. */
+function resized(numbers, rows, length, inner, size) {
+  if (length === size) return numbers;
+  const found = new Uint8ClampedArray(rows * size * inner), scale = length / size, reach = Math.max(scale, 1);
+  for (let place = 0; place < size; place++) {
+    const centre = (place + 0.5) * scale, first = Math.max(Math.floor(centre - reach + 0.5), 0);
+    const count = Math.min(Math.floor(centre + reach + 0.5), length) - first;
+    const heights = Array.from({length: count}, (_, i) => Math.max(1 - Math.abs((first + i + 0.5 - centre) / reach), 0));
+    const total = heights.reduce((one, other) => one + other, 0);
+    const weights = Int32Array.from(heights, height => height / total * 2 ** 22 + 0.5);
+    for (let row = 0; row < rows; row++) {
+      const from = (row * length + first) * inner, to = (row * size + place) * inner;
+      for (let i = 0; i < inner; i++) {
+        let value = 2 ** 21;
+        for (let j = 0; j < count; j++) value += weights[j] * numbers[from + j * inner + i];
+        found[to + i] = value >> 22;
+      }
+    }
+  }
+  return found;
+}
+

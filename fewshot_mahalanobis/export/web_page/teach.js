@@ -169,7 +169,7 @@ async function addFiles(files, label) {
 }
 
 async function addPicture(picture, name, label) {
-  const square = await squareOf(picture);
+  const square = squareOf(picture, page.side);
   picture.source.close();
   const {features: frozen, small} = await network(square, identityFilm());
   const added = {id: nextId++, label, name, square, frozen, small};
@@ -400,8 +400,7 @@ async function forget() {
 // ---------------------------------------------------------------- the visitor
 
 async function load() {
-  await loadPage(({square, features, film}) =>
-    ({headCode: {address: "head.mjs"}, square, features, ...(film ? {film} : {})}));
+  await loadPage(({features, film}) => ({headCode: {address: "head.mjs"}, features, ...(film ? {film} : {})}));
   model = readClassifier(await (await get(page.classifier)).arrayBuffer());
   const kept = await openStore();
   if (!kept) setText(element("kept"), "This browser keeps nothing: save the classifier before you leave.");
@@ -424,7 +423,7 @@ whenChosen(element("open"), files => addFiles(files, null));
 whenDropped((files, place) => addFiles(files, place?.closest?.(".class")?.dataset.name ?? null));
 offerCamera(async picture => {
   await ready;
-  if (learned) showAnswer(element("live"), await decide(await squareOf(picture), learned), outputLabels());
+  if (learned) showAnswer(element("live"), await decide(squareOf(picture, page.side), learned), outputLabels());
 }, async ({picture, name}) => {
   await ready;
   const label = element("target").value.startsWith("class ") ? element("target").value.slice(6) : null;

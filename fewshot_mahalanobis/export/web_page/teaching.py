@@ -15,12 +15,11 @@ import torch
 
 from fewshot_mahalanobis.export.graph import save_onnx
 from fewshot_mahalanobis.export.network import FilmParameters, SupportGraph, film_vector
-from fewshot_mahalanobis.export.pixels import PixelsToSquare
 from fewshot_mahalanobis.export.web_page.page_files import Page, page_folder, runtime_files, write_page
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
-_LARGE = {"square": "square.onnx", "features": "features.onnx", "classifier": "classifier.safetensors"}
+_LARGE = {"features": "features.onnx", "classifier": "classifier.safetensors"}
 _SCRIPTS = ("teach.js", "store.js", "answering_page.js", "app.js", "head.mjs")
 
 
@@ -67,10 +66,6 @@ def write_teaching_page(
 
 def _write_graphs(folder: Path, model: SimpleCNAPS, *, adapts: bool) -> None:
     side, vary = model.image_size, torch.export.Dim
-    sides = {0: vary("h", min=2), 1: vary("w", min=2), 2: vary("c", min=3, max=4)}
-    pixels = torch.zeros(2 * side + 1, 2 * side + 3, 4, dtype=torch.uint8)
-    save_onnx(PixelsToSquare(side).eval(), {"pixels": (pixels, sides)}, ["square"], folder / _LARGE["square"])
-
     network = SupportGraph(model).cpu().eval()
     inputs = {"images": (torch.zeros(1, 3, side, side), dict[int, object]())}
     film = film_vector(Film.identity(model.feature_extractor.film_positions)) if adapts else None

@@ -53,7 +53,7 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     classifier = tiny_classifier()
 
     def write(folder: Path, title: str) -> None:
-        monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_text(title))
+        monkeypatch.setattr(web_page, "write_page_onnx", lambda model, task, path, **options: path.write_text(title))
         classifier.export_page(folder, title=title, runtime=runtime)
 
     return write

@@ -133,7 +133,7 @@ def assert_same(page: Page, classifier: SimpleCNAPSClassifier, queries: list[Pat
     assert {path.name for path in queries} == found.keys()
     for path, label, probabilities in zip(queries, expected.labels, expected.probabilities, strict=True):
         assert found[path.name][0] == label
-        assert np.abs(np.array(found[path.name][1]) - probabilities).max() < 0.02
+        assert np.abs(np.array(found[path.name][1]) - probabilities).max() < 0.01
 
 
 def test_it_learns_what_python_learns_and_keeps_it_without_a_network(

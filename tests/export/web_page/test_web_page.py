@@ -43,14 +43,14 @@ def graph(classifier: SimpleCNAPSClassifier, tmp_path_factory: pytest.TempPathFa
     """A page's graph, which takes the longest of all its files."""
     pytest.importorskip("onnxscript")
     path = tmp_path_factory.mktemp("graph") / "classifier.onnx"
-    web_page.write_onnx(classifier.model_, classifier.task_, path, pixels=True, distances=True)
+    web_page.write_page_onnx(classifier.model_, classifier.task_, path, distances=True)
     return path
 
 
 @pytest.fixture
 def quick(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every page gets that graph."""
-    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: shutil.copyfile(graph, path))
+    monkeypatch.setattr(web_page, "write_page_onnx", lambda model, task, path, **options: shutil.copyfile(graph, path))
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_another_runtime_than_the_page_names_is_refused(
 def test_a_page_that_is_opened_as_a_file_says_what_to_do(
     classifier: SimpleCNAPSClassifier, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
+    monkeypatch.setattr(web_page, "write_page_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
     classifier.export_page(tmp_path / "site")
     page = browser.new_page()
     page.goto((tmp_path / "site" / "index.html").as_uri())
@@ -243,7 +243,7 @@ def test_a_page_that_is_opened_as_a_file_says_what_to_do(
 def test_a_page_that_cannot_be_written_leaves_nothing(
     classifier: SimpleCNAPSClassifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
+    monkeypatch.setattr(web_page, "write_page_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
     (tmp_path / "npm" / "dist").mkdir(parents=True)
@@ -275,7 +275,7 @@ def any_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(kind)
         digests[kind] = name, base64.b64encode(hashlib.sha384(kind.encode()).digest()).decode()
     monkeypatch.setattr(page_files, "RUNTIME", digests)
-    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
+    monkeypatch.setattr(web_page, "write_page_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
     return folder
 
 
@@ -321,7 +321,7 @@ def test_the_help_names_the_version_of_the_runtime() -> None:
 def test_the_command_writes_a_page_anew_and_says_how_to_open_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_page, "write_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
+    monkeypatch.setattr(web_page, "write_page_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
     for index, (picture, label) in enumerate(zip(SUPPORT, SUPPORT_LABELS, strict=True)):
         (tmp_path / "photos" / label).mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(tmp_path / "photos" / label / f"{index}.png")
