@@ -154,17 +154,19 @@ class MeansWithout(NamedTuple):
     def of(cls, features: Tensor, labels: Tensor, groups: Tensor | None) -> MeansWithout:
         """Means of features (n, d) and labels (n,) without each example and its group (n,)."""
         means, counts = class_means(features, labels), labels.bincount()
-        groups = torch.arange(len(labels), device=labels.device) if groups is None else groups
-        parts, index, sizes = torch.stack([groups, labels]).unique(dim=1, return_inverse=True, return_counts=True)
+        alone = torch.arange(len(labels), device=labels.device)
+        groups = alone if groups is None else groups.unique(return_inverse=True)[1]
+        parts, index, sizes = (groups * len(counts) + labels).unique(return_inverse=True, return_counts=True)
+        part_groups, classes = parts // len(counts), parts % len(counts)
         sums = features.new_zeros(len(sizes), features.shape[1]).index_add(0, index, features)
-        remaining = counts[parts[1]] - sizes
-        without = (counts[parts[1], None] * means[parts[1]] - sums) / remaining.clamp(min=1)[:, None]
+        remaining = counts[classes] - sizes
+        without = (counts[classes, None] * means[classes] - sums) / remaining.clamp(min=1)[:, None]
         # The parts are sorted by group: each example takes those of its group, one after the other.
-        _, group, of_group = parts[0].unique_consecutive(return_inverse=True, return_counts=True)
+        _, group, of_group = part_groups.unique_consecutive(return_inverse=True, return_counts=True)
         numbers, first = of_group[group[index]], (of_group.cumsum(0) - of_group)[group[index]]
-        rows = torch.arange(len(labels), device=labels.device).repeat_interleave(numbers)
+        rows = alone.repeat_interleave(numbers)
         pairs = torch.arange(len(rows), device=rows.device) - (numbers.cumsum(0) - numbers - first)[rows]
-        return cls(rows, parts[1][pairs], without[pairs], remaining[pairs] > 0)
+        return cls(rows, classes[pairs], without[pairs], remaining[pairs] > 0)
 
     def centres(self, means: Tensor, examples: int) -> Tensor:
         """Mean (n, d) over the classes that remain of their means, which are ``means`` (k, d) where none moves."""
