@@ -53,7 +53,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.support_set.calibration import check_settings
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
-from fewshot_mahalanobis.support_set.labels import allowed_classes, checked_labels
+from fewshot_mahalanobis.support_set.labels import checked_labels
 
 #: What may be in a file, by the name of its class, and the version of both.
 OF_IMAGES, OF_FEATURES = "SimpleCNAPSClassifier", "MahalanobisClassifier"
@@ -554,6 +554,6 @@ def _allowed(labels: Labels) -> NDArray[Any] | None:
     if not {*labels.classes} <= {*labels.allowed}:
         raise ValueError(f"the labels that may occur, {labels.allowed}, lack some of {labels.classes}")
     allowed = checked_labels(labels.allowed, len(labels.allowed))
-    if allowed_classes(allowed, None).tolist() != labels.allowed:
+    if sorted({*allowed.tolist()}) != labels.allowed:
         raise ValueError(f"labels that may occur which are not sorted or not different: {labels.allowed}")
     return allowed
