@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["density", "doubt", "most_useful", "typicality"]
+__all__ = ["density", "doubt", "most_useful", "most_useful_first", "typicality"]
 
 #: Nearest pictures whose similarity counts.
 _NEAREST = 5
+#: Pictures that are put in order one after the other, which takes a while if there are thousands.
+_IN_TURN = 50
 #: Rows of similarities in memory at a time.
 _BLOCK = 1024
 
@@ -31,6 +33,31 @@ def most_useful(probabilities: NDArray[np.floating], typical: NDArray[np.floatin
     return int(np.where(unsure >= unsure.max() / 2, typical, -np.inf).argmax())
 
 
+def most_useful_first(
+    probabilities: NDArray[np.floating], features: NDArray[np.floating], known: NDArray[np.floating]
+) -> list[int]:
+    """Indices of pictures, those that would teach most first.
+
+    The first fifty are :func:`most_useful` in turn, each compared with those before it too, whose label it would have
+    by then. The others are in order of :func:`doubt`.
+
+    Parameters
+    ----------
+    probabilities : ndarray of shape (m, k)
+    features : ndarray of shape (m, d)
+    known : ndarray of shape (n, d)
+        Features of pictures with a label.
+    """
+    left, order, densities = (-doubt(probabilities)).argsort(kind="stable"), list[int](), density(features)
+    typical = typicality(features, densities, known)
+    while len(left) and len(order) < _IN_TURN:
+        chosen = left[most_useful(probabilities[left], typical[left])]
+        left = left[left != chosen]
+        typical = np.minimum(typical, typicality(features, densities, features[[chosen]]))
+        order.append(chosen)
+    return [int(index) for index in (*order, *left)]
+
+
 def doubt(probabilities: NDArray[np.floating]) -> NDArray[np.float64]:
     """One minus the margin between the two most probable classes.
 
@@ -41,14 +68,14 @@ def doubt(probabilities: NDArray[np.floating]) -> NDArray[np.float64]:
     Returns
     -------
     float64 ndarray of shape (m,)
-        From 0, sure, to 1, the two are equally probable.
+        From 0, sure, to 1, the two are equally probable. A single class is never in doubt.
 
     References
     ----------
     Scheffer, Decomain, Wrobel: Active Hidden Markov Models for Information Extraction. IDA 2001.
     """
     best = np.sort(np.asarray(probabilities, dtype=np.float64), axis=1)[:, -2:]
-    return 1 - (best[:, 1] - best[:, 0])
+    return 1 - (best[:, -1] - best[:, :-1].sum(axis=1))
 
 
 def typicality(

@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image
 
-from fewshot_mahalanobis.apps.session import UNKNOWN, Answer, Neighbour, Picture, Session
+from fewshot_mahalanobis.apps.session import Answer, Neighbour, Picture, Session
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -35,29 +35,51 @@ __all__ = ["make_page", "serve", "start_server"]
 #: Probabilities that are shown of an answer, largest first.
 _BARS = 5
 #: Answers that are shown at a time.
-_SHOWN = 12
+_SHOWN = 24
+#: Classes that can be pressed for an answer, its most probable ones; the others are typed.
+_CHOICES = 4
 #: Seconds after which uploads, and sessions that nobody has opened, are deleted.
 _DAY = 86_400
+#: What pictures of no class are called here.
+_NONE = "none of these"
 #: One grey pixel, a GIF file.
 _GREY = base64.b64decode("R0lGODlhAQABAIAAAICAgAAAACwAAAAAAQABAAACAkQBADs=")
 _CSS = """
-.gradio-container {max-width: 1100px !important; margin: auto}
+.gradio-container {max-width: 1100px !important; margin: auto; overflow: clip !important}
 .said {font-size: var(--text-lg); line-height: 1.5; overflow-wrap: anywhere}
 .problem {border-left: 4px solid var(--error-border-color); padding-left: .8em; margin-bottom: .8em}
 .pictures {display: grid; grid-template-columns: repeat(auto-fill, minmax(72px, 1fr)); gap: .5em; margin: .3em 0 1em}
 .pictures figure {margin: 0; text-align: center; font-size: var(--text-sm); overflow-wrap: anywhere}
 .pictures img {width: 100%}
-.pictures img, .answer img, .doubt img {
+.pictures img, .answer img {
     aspect-ratio: 1; border-radius: var(--radius-md); outline: 1px solid var(--border-color-primary); display: block
 }
-.answer {border-bottom: 1px solid var(--border-color-primary); padding: .5em 0}
-.answer summary {display: flex; gap: 1em; align-items: center; cursor: pointer}
-.answer summary::after {content: "why?"; margin-left: auto; font-size: var(--text-sm); text-decoration: underline}
-.answer[open] summary::after {content: ""}
-.answer summary img {width: 84px}
-.answer[open] summary img {width: 112px}
+.answers {display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 15.5rem), 1fr)); gap: .6em}
+.answer {padding: .6em; border: 1px solid var(--border-color-primary); border-radius: var(--radius-lg)}
+.answer:has(details[open]) {grid-column: 1 / -1}
+.answer header {display: flex; gap: .8em; align-items: center}
+.answer header img {width: 112px}
 .answer strong {font-size: var(--text-xl)}
-.answer[open] strong {font-size: var(--text-xxl)}
+.answer summary {cursor: pointer; font-size: var(--text-sm); text-decoration: underline}
+.choices {display: flex; flex-wrap: wrap; gap: .3em; margin: .5em 0 .3em}
+.choices button, .choices input {
+    max-width: 100%; padding: .15em .6em; border: 1px solid var(--border-color-primary); border-radius: 1em;
+    font-weight: 400;
+    background: var(--background-fill-secondary); color: var(--body-text-color); font-size: var(--text-sm)
+}
+.choices button {overflow: hidden; text-overflow: ellipsis; white-space: nowrap}
+.choices button:hover {border-color: var(--primary-600)}
+.choices button[aria-pressed=true] {
+    background: var(--primary-600); border-color: var(--primary-600); color: white; font-weight: 600
+}
+.choices input {flex: 1 1 5em; min-width: 0; width: 5em; max-width: 14em}
+.choices input::placeholder {color: var(--body-text-color-subdued)}
+.choices :focus-visible {outline: 2px solid var(--primary-500); outline-offset: 1px}
+#exported {display: none}
+#learning {
+    position: sticky; bottom: 0; z-index: 5; align-items: center; padding: .5em 0;
+    background: var(--body-background-fill)
+}
 .bar {display: grid; grid-template-columns: 8em 1fr 3em; gap: .6em; align-items: center; margin: .2em 0}
 .bar span {overflow: hidden; text-overflow: ellipsis; white-space: nowrap}
 .bar span:last-child {text-align: right}
@@ -70,14 +92,28 @@ _CSS = """
 .enough svg {width: 220px; flex: none; fill: none; stroke: currentColor}
 .enough text {fill: currentColor; stroke: none; font-size: 10px}
 .enough div {flex: 1 1 18em}
-.doubt {display: flex; gap: 1.2em; align-items: center}
-.doubt img {width: 112px}
-#learn, #skip {align-self: end}
 #gallery {height: auto; min-height: 0}
 #gallery .grid-wrap {height: auto; min-height: 0; max-height: 60vh; overflow-y: auto}
 #gallery .grid-container {
     grid-template: none / repeat(auto-fill, minmax(84px, 1fr)) !important; grid-auto-rows: auto !important
 }
+"""
+
+
+#: Presses of a label, once more to take it back, and names that are typed go to the server.
+_SCRIPT = """
+const say = (control, label) => trigger("input", {picture: Number(control.closest(".answer").dataset.picture), label});
+element.addEventListener("click", event => {
+    const pressed = event.target.closest("button[data-label]");
+    if (!pressed) return;
+    const on = pressed.ariaPressed !== "true";
+    for (const button of pressed.parentElement.querySelectorAll("button")) button.ariaPressed = "false";
+    pressed.ariaPressed = String(on);
+    say(pressed, on ? pressed.dataset.label : null);
+});
+element.addEventListener("keydown", event => {
+    if (event.key === "Enter" && event.target.matches("input")) say(event.target, event.target.value);
+});
 """
 
 
@@ -107,8 +143,8 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
         browser = gr.BrowserState(None, storage_key="fewshot-mahalanobis-session", secret="a name that tells nothing")
         gr.Markdown(
             "# Few-shot classifier\n"
-            "Teach two or more classes by a few pictures each, five are a good start; then drop other pictures and see "
-            "which class they are of. Pictures stay on the machine that runs this page."
+            "Teach classes by a few pictures each, five are a good start; then drop other pictures and see which class "
+            "they are of. Pictures stay on the machine that runs this page."
         )
         with gr.Row():
             with gr.Column(min_width=300):
@@ -117,26 +153,29 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
                 files = gr.File(label="Pictures of the class", file_count="multiple", height=130, elem_id="class-files")
                 photo = _camera("Camera", "class-camera")
                 with gr.Row():
-                    add = gr.Button("Add to the class", variant="primary", elem_id="add", scale=2)
-                    example = gr.Button("Try an example", elem_id="example", scale=1, min_width=140)
+                    add = gr.Button("Add to the class", variant="primary", elem_id="add", min_width=140)
+                    add_none = gr.Button("Add as none of these", elem_id="add-none", min_width=140)
+                example = gr.Button("Try an example", elem_id="example")
                 state = gr.HTML(elem_id="state", padding=False)
             with gr.Column(min_width=300):
                 gr.Markdown("## Ask")
                 query = gr.File(label="Pictures to classify", file_count="multiple", height=130, elem_id="query")
                 shot = _camera("Camera", "query-camera")
-                problem = gr.HTML(elem_id="problem", padding=False)
-                answers = gr.HTML(elem_id="answers", padding=False)
-                with gr.Row(visible=False, elem_id="turn") as turn:
-                    later = gr.Button("Later pictures", elem_id="later", min_width=100)
-                    earlier = gr.Button("Earlier pictures", elem_id="earlier", min_width=100)
-                clear = gr.Button("Clear the answers", visible=False, elem_id="clear")
-        with gr.Column(visible=False, elem_id="review") as review:
-            gr.Markdown("## Teach it what helps most")
-            doubt = gr.HTML(elem_id="doubt", padding=False)
-            with gr.Row():
-                truth = gr.Dropdown([], label="What is it?", allow_custom_value=True, elem_id="truth", scale=3)
-                learn = gr.Button("Add to the class", variant="primary", elem_id="learn", scale=1, min_width=140)
-                skip = gr.Button("Skip", elem_id="skip", scale=1, min_width=100)
+                asked = gr.HTML(elem_id="asked", padding=False)
+        with gr.Column(visible=False, elem_id="answered") as answered:
+            gr.Markdown(
+                "## Answers\n"
+                "Press what a picture is, wrong answers above all, on as many as you like; then *Learn*. Those whose "
+                "label would teach most come first."
+            )
+            answers = gr.HTML(elem_id="answers", padding=False, js_on_load=_SCRIPT)
+            with gr.Row(visible=False, elem_id="turn") as turn:
+                earlier = gr.Button("Previous pictures", elem_id="earlier", min_width=100)
+                later = gr.Button("Next pictures", elem_id="later", min_width=100)
+            with gr.Row(visible=False, elem_id="learning") as learning:
+                marked = gr.HTML(elem_id="marked", padding=False)
+                learn = gr.Button("Learn", variant="primary", elem_id="learn", min_width=140)
+            clear = gr.Button("Clear the answers", elem_id="clear")
         with gr.Column(visible=False, elem_id="taught") as taught:
             gr.Markdown("## What it has learned from")
             classes = gr.HTML(elem_id="classes", padding=False)
@@ -150,30 +189,39 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
             with gr.Row():
                 download = gr.DownloadButton("Download the model", visible=False, elem_id="download")
                 export = gr.Button("Export as a web page", visible=False, elem_id="export")
-            exported = gr.DownloadButton(visible="hidden", elem_id="exported")
+            exported = gr.DownloadButton(elem_id="exported")  # which the page itself presses
 
         def shown(session: Session, taught_problem: str = "", ask_problem: str = "") -> dict[Any, Any]:
             """What every part of the page shows."""
-            counts, own, doubtful = session.counts(), session.pictures(), session.most_useful_query()
+            counts, own = session.counts(), session.pictures()
             path = session.save()
             return {
                 visitor: session,
                 chosen: None,
                 state: _state(session, taught_problem),
-                problem: _problem(ask_problem),
-                answers: _answers(session, 0),
-                first_shown: 0,
+                asked: _asked(session, ask_problem),
+                answered: gr.Column(visible=bool(session.answers)),
+                **answers_shown(session, 0),
                 turn: gr.Row(visible=len(session.answers) > _SHOWN),
-                clear: gr.Button(visible=bool(session.queries)),
-                review: gr.Column(visible=doubtful is not None),
-                doubt: "" if doubtful is None else _doubt(session.answers[doubtful]),
-                truth: gr.Dropdown(sorted(counts), value=None),
-                taught: gr.Column(visible=bool(counts)),
-                classes: _classes(counts, session.curve),
-                gallery: gr.Gallery([(_opened(picture), label) for _, picture, label in own], visible=bool(own)),
+                taught: gr.Column(visible=bool(counts) or bool(own)),
+                classes: _classes(counts, session.count_of_none(), session.curve),
+                gallery: gr.Gallery(
+                    [(_opened(picture), _named(session, label)) for _, picture, label in own], visible=bool(own)
+                ),
                 removal: gr.Row(visible=False),
                 download: gr.DownloadButton(value=path, visible=path is not None),
                 export: gr.Button(visible=path is not None),
+            }
+
+        def answers_shown(session: Session, place: int, problem: str = "") -> dict[Any, Any]:
+            return {answers: _answers(session, place), first_shown: place, **marks_shown(session, problem)}
+
+        def marks_shown(session: Session, problem: str = "") -> dict[Any, Any]:
+            """How many pictures are marked; below a problem, if there is one."""
+            return {
+                marked: _marked(session, problem),
+                learning: gr.Row(visible=bool(session.marks) or bool(problem)),
+                learn: gr.Button(visible=bool(session.marks)),
             }
 
         def on_load(name: str | None) -> dict[Any, Any]:
@@ -187,10 +235,14 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
             except (ValueError, ImportError) as error:
                 return {exported: None, state: _state(session, str(error))}
 
-        def on_add(session: Session | None, name_: str, files_: list[str] | None, photo_: str | None) -> dict[Any, Any]:
+        def on_add(
+            session: Session | None, name_: str | None, files_: list[str] | None, photo_: str | None
+        ) -> dict[Any, Any]:
             session = session_of(session)
             try:
-                left_out = session.add(name_, [*(files_ or ()), *([photo_] if photo_ else ())])
+                left_out = session.add(
+                    session.none if name_ is None else name_, [*(files_ or ()), *([photo_] if photo_ else ())]
+                )
             except ValueError as error:
                 return {visitor: session, state: _state(session, str(error))}
             return {name: "", files: None, photo: None, **shown(session, taught_problem=_left_out(left_out))}
@@ -210,43 +262,45 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
             try:
                 left_out = session.ask([given] if isinstance(given, str) else given)
             except ValueError as error:
-                return {visitor: session, query: None, shot: None, problem: _problem(str(error))}
+                return {visitor: session, query: None, shot: None, asked: _asked(session, str(error))}
             return {query: None, shot: None, **shown(session, ask_problem=_left_out(left_out))}
 
         def on_turn(session: Session | None, place: int, by: int) -> dict[Any, Any]:
             session = session_of(session)
-            place = max(0, min(place + by, (len(session.answers) - 1) // _SHOWN * _SHOWN))
-            return {answers: _answers(session, place), first_shown: place}
+            return answers_shown(session, max(0, min(place + by, (len(session.answers) - 1) // _SHOWN * _SHOWN)))
 
         def on_clear(session: Session | None) -> dict[Any, Any]:
             session = session_of(session)
             session.forget_queries()
             return shown(session)
 
-        def on_learn(session: Session | None, label: str | None) -> dict[Any, Any]:
+        def on_mark(session: Session | None, place: int, event: gr.EventData) -> dict[Any, Any]:
             session = session_of(session)
-            doubtful = session.most_useful_query()
-            if doubtful is None:
-                return shown(session)
+            known = {*session.counts(), *session.marks.values(), session.none}
             try:
-                session.label_query(doubtful, label or "")
+                session.mark(event.picture, event.label)
             except ValueError as error:
-                return {visitor: session, doubt: _problem(str(error)) + _doubt(session.answers[doubtful])}
-            return shown(session)
+                return answers_shown(session, place, str(error))
+            # The page has marked what was pressed itself; a name that was typed becomes a choice.
+            return marks_shown(session) if event.label in (None, *known) else answers_shown(session, place)
 
-        def on_skip(session: Session | None) -> dict[Any, Any]:
+        def on_learn(session: Session | None, place: int) -> dict[Any, Any]:
             session = session_of(session)
-            doubtful = session.most_useful_query()
-            if doubtful is not None:
-                session.pass_over(doubtful)
+            try:
+                session.learn()
+            except ValueError as error:
+                return {visitor: session, **answers_shown(session, place, str(error))}
             return shown(session)
 
         def on_choose(session: Session | None, event: gr.SelectData) -> dict[Any, Any]:
-            index, _, label = session_of(session).pictures()[event.index]
+            session = session_of(session)
+            index, _, label = session.pictures()[event.index]
             return {
                 chosen: (index, label),
                 removal: gr.Row(visible=True),
-                remove_class: gr.Button(f"Remove the class “{label}”"),
+                remove_class: gr.Button(
+                    "Remove all that are none of these" if label == session.none else f"Remove the class “{label}”"
+                ),
             }
 
         def on_remove_picture(session: Session | None, chosen_: tuple[int, str] | None) -> dict[Any, Any]:
@@ -264,18 +318,24 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
         # One fit or prediction at a time, whoever asks: the network takes every core.
         at_a_time: dict[str, Any] = {"concurrency_id": "network", "concurrency_limit": 1, "api_visibility": "private"}
         parts = [
-            *(visitor, chosen, name, files, photo, state, query, shot, problem, answers, first_shown, turn, clear),
-            *(review, doubt, truth, taught, classes, gallery, removal, remove_class, download, export),
+            *(visitor, chosen, name, files, photo, state, query, shot, asked, answered, answers, first_shown, turn),
+            *(learning, marked, learn, taught, classes, gallery, removal, remove_class, download, export),
         ]
-        for button, by in ((later, -_SHOWN), (earlier, _SHOWN)):
-            button.click(partial(on_turn, by=by), [visitor, first_shown], [answers, first_shown], **at_a_time)
+        of_answers = [visitor, answers, first_shown, learning, marked, learn]
+        to_answers = "() => document.querySelector('#answered').scrollIntoView()"
+        for button, by in ((later, _SHOWN), (earlier, -_SHOWN)):
+            turned = button.click(partial(on_turn, by=by), [visitor, first_shown], of_answers, **at_a_time)
+            turned.success(None, js=to_answers)
         gr.on([add.click, name.submit], on_add, [visitor, name, files, photo], parts, **at_a_time)
+        add_none.click(on_add, [visitor, gr.State(None), files, photo], parts, **at_a_time)
         example.click(on_example, visitor, parts, **at_a_time)
         query.upload(on_ask, [visitor, query], parts, **at_a_time)
         shot.input(on_ask, [visitor, shot], parts, **at_a_time)
         clear.click(on_clear, visitor, parts, **at_a_time)
-        learn.click(on_learn, [visitor, truth], parts, **at_a_time)
-        skip.click(on_skip, visitor, parts, **at_a_time)
+        answers.input(
+            on_mark, [visitor, first_shown], of_answers, trigger_mode="multiple", show_progress="hidden", **at_a_time
+        )
+        learn.click(on_learn, [visitor, first_shown], parts, **at_a_time).success(None, js=to_answers)
         gallery.select(on_choose, visitor, parts, **at_a_time)
         remove_picture.click(on_remove_picture, [visitor, chosen], parts, **at_a_time)
         remove_class.click(on_remove_class, [visitor, chosen], parts, **at_a_time)
@@ -394,13 +454,33 @@ def _problem(text: str) -> str:
 
 def _state(session: Session, problem: str) -> str:
     """What to do next, below a problem if there is one."""
-    if session.classifier is not None:
-        text = "Ready to classify."
-    elif session.counts():
-        text = "Add a second class."
+    counts = session.counts()
+    if session.classifier is None:
+        text = "Add a second class, or one more picture of this one." if counts else "No class yet."
+    elif len(counts) == 1:
+        text = f"Ready to tell “{escape(*counts)}” from everything else. Add a second class to tell the two apart."
     else:
-        text = "No class yet."
+        text = "Ready to classify."
     return f'{_problem(problem)}<div class="said" role="status">{text}</div>'
+
+
+def _asked(session: Session, problem: str) -> str:
+    """Whether pictures wait, below a problem if there is one."""
+    text, number = "", len(session.queries)
+    if number and not session.answers:
+        waiting = "1 picture waits" if number == 1 else f"{number:,} pictures wait"
+        text = f'<div class="said" role="status">{waiting} until a class is taught.</div>'
+    return _problem(problem) + text
+
+
+def _marked(session: Session, problem: str) -> str:
+    marks = len(session.marks)
+    text = "1 picture has your label." if marks == 1 else f"{marks:,} pictures have your labels."
+    return _problem(problem) + (f'<div class="said" role="status">{text}</div>' if marks else "")
+
+
+def _named(session: Session, label: str) -> str:
+    return _NONE if label == session.none else label
 
 
 def _opened(picture: Picture) -> Image.Image:
@@ -424,29 +504,52 @@ def _pictures(neighbours: Iterable[Neighbour]) -> str:
     return f'<div class="pictures">{"".join(figures)}</div>'
 
 
-def _answers(session: Session, first: int = 0) -> str:
-    """Some answers from the ``first`` on, the last picture first; a single one with its reasons."""
-    if session.queries and not session.answers:
-        waiting = "1 picture waits" if len(session.queries) == 1 else f"{len(session.queries):,} pictures wait"
-        return f'<div class="said" role="status">{waiting} until two classes are taught.</div>'
-    total = len(session.answers)
-    shown = session.answers[::-1][first : first + _SHOWN]
-    place = f'<p class="place">{first + 1:,} to {first + len(shown):,} of {total:,}</p>' if total > _SHOWN else ""
-    return place + "".join(_answer(answer, session.neighbours(answer), total == 1) for answer in shown)
+def _answers(session: Session, first: int) -> str:
+    """Some answers from the ``first`` on; a single one with its reasons."""
+    total, ranked = len(session.answers), session.ranked()[first : first + _SHOWN]
+    if not ranked:
+        return ""
+    place = f'<p class="place">{first + 1:,} to {first + len(ranked):,} of {total:,}</p>' if total > _SHOWN else ""
+    names = {name: None for name in (*session.counts(), *session.marks.values()) if name != session.none}
+    options = "".join(f'<option value="{escape(name)}"></option>' for name in names)
+    listed = f'<datalist id="classes-known">{options}</datalist>'
+    shown = "".join(_answer(session, answer, total == 1) for answer in ranked)
+    return f'{place}{listed}<div class="answers">{shown}</div>'
 
 
-def _answer(answer: Answer, neighbours: list[Neighbour], opened: bool) -> str:
-    """One answer; below it, when opened, the probabilities and the nearest pictures."""
+def _answer(session: Session, answer: Answer, opened: bool) -> str:
+    """One answer; what the user may say it is; when opened, the probabilities and the nearest pictures."""
     if answer.unknown:
-        head, text = UNKNOWN, f"It is unlike the pictures of every class. The nearest class is {escape(answer.label)}."
+        head, text = escape(session.none), f"Unlike the pictures of every class. The nearest is {escape(answer.label)}."
+    elif len(answer.probabilities) == 1:
+        head, text = escape(answer.label), "Like its pictures."
     else:
         head, text = escape(answer.label), f"{answer.probabilities[answer.label]:.0%} probable"
-    return (
-        f'<details class="answer"{" open" * opened}><summary>{_picture(answer.picture, "what is asked about")}'
-        f'<div class="said"><strong>{head}</strong><br>{text}</div></summary>{_bars(answer)}'
-        f'<div class="neighbours">Nearest pictures it learned from, and their distance{_pictures(neighbours)}</div>'
-        "</details>"
+    picture = _picture(answer.picture, "what is asked about")
+    reasons = _bars(answer) + (
+        f'<div class="neighbours">Nearest pictures it learned from, and their distance'
+        f"{_pictures(session.neighbours(answer))}</div>"
     )
+    return (
+        f'<article class="answer" data-picture="{answer.picture.number}"><header>{picture}'
+        f'<div class="said"><strong>{head}</strong><br>{text}</div></header>{_choices(session, answer)}'
+        f"<details{' open' * opened}><summary>Why?</summary>{reasons}</details></article>"
+    )
+
+
+def _choices(session: Session, answer: Answer) -> str:
+    """What can be said of a picture by one press, and a field for any other class."""
+    said = session.marks.get(answer.picture)
+    likely = sorted(answer.probabilities, key=lambda name: -answer.probabilities[name])[:_CHOICES]
+    names = [*likely, *([session.none] if session.can_learn_none else [])]
+    names += [said] if said is not None and said not in names else []
+    buttons = "".join(
+        f'<button type="button" aria-pressed="{str(name == said).lower()}" data-label="{escape(name)}">'
+        f"{escape(_named(session, name))}</button>"
+        for name in names
+    )
+    other = '<input type="text" list="classes-known" aria-label="another class" placeholder="another">'
+    return f'<div class="choices" role="group" aria-label="What is it?">{buttons}{other}</div>'
 
 
 def _bars(answer: Answer) -> str:
@@ -459,17 +562,9 @@ def _bars(answer: Answer) -> str:
     return f'<div class="probabilities">{"".join(bars)}</div>'
 
 
-def _doubt(answer: Answer) -> str:
-    best = sorted(answer.probabilities.items(), key=lambda item: -item[1])[:2]
-    text = " or ".join(f"{escape(name)} ({p:.0%})" for name, p in best)
-    return (
-        f'<div class="doubt">{_picture(answer.picture, "whose class would help most")}'
-        f'<div class="said">It says {text}. Say what it is, and it learns from the picture.</div></div>'
-    )
-
-
-def _classes(counts: Mapping[str, int], curve: LearningCurve | None) -> str:
+def _classes(counts: Mapping[str, int], of_none: int, curve: LearningCurve | None) -> str:
     """The classes with their numbers of pictures; below them, whether more would help."""
+    counts = {**counts, **({_NONE: of_none} if of_none else {})}
     names = "".join(f'<span class="class">{escape(name)} <b>{n}</b></span>' for name, n in counts.items())
     if curve is None:
         return names

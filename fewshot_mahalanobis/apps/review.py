@@ -17,13 +17,12 @@ from PIL import Image
 
 from fewshot_mahalanobis.apps.active_learning import density, most_useful, typicality
 from fewshot_mahalanobis.apps.labelling import UnreadableImages, image_batches
-from fewshot_mahalanobis.apps.session import UNKNOWN, checked_name, labels_like
+from fewshot_mahalanobis.apps.session import UNKNOWN, checked_label, labels_like
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.folders import labelled_rows
 from fewshot_mahalanobis.images.picture import read_size
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.labels import folded
 
 __all__ = ["Answer", "Page", "Review"]
 
@@ -212,9 +211,8 @@ class Review:
         self._densities = density(self._adapted)
 
     def _checked(self, label: str) -> str:
-        if folded(label) in (folded(self.none), UNKNOWN):
-            return self.none
-        return checked_name(label, {*map(str, self.start.classes_.tolist()), *self.labels.values()})
+        known = {*map(str, self.start.classes_.tolist()), *self.labels.values()}
+        return checked_label(label, known, self.none)
 
     def _become(self, labels: dict[int, str]) -> None:
         """Take other labels; after an error all is as before."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fewshot_mahalanobis.apps.active_learning import density, most_useful, typicality
+from fewshot_mahalanobis.apps.active_learning import most_useful_first
 from fewshot_mahalanobis.apps.example import photographs
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches
@@ -45,6 +46,7 @@ class Picture:
 
     pixels: NDArray[np.uint8]  # (s, s, 3), as the network reads it
     features: Features | None  # one row, by a network that stays as it is; None if every fit adapts it anew
+    number: int = field(default_factory=itertools.count().__next__)  # by which the page names it
 
     @cached_property
     def thumbnail(self) -> bytes:
@@ -89,15 +91,19 @@ class Session:
     Attributes
     ----------
     classifier : SimpleCNAPSClassifier or None
-        None as long as there are fewer than two classes.
+        None as long as there is nothing to tell apart: one class of one picture, or none.
     images : list of Picture
         The pictures that were added.
     names : list of str
-        Their classes.
-    queries : list of Picture
-        The pictures to classify.
+        Their classes, or ``none``.
+    none : str
+        The label of pictures that belong to no class. They teach what to reject.
+    drops : list of list of Picture
+        The pictures to classify, as they were given together.
     answers : list of Answer
-        One for each query; empty as long as there is no classifier.
+        One for each of ``queries``; empty as long as there is no classifier.
+    marks : dict of Picture to str
+        What the user says that queries are, to be learned by :meth:`learn`.
     curve : LearningCurve or None
         Of the classifier; None as long as no class has two pictures.
     """
@@ -107,11 +113,13 @@ class Session:
         self.device = device
         self.images: list[Picture] = []
         self.names: list[str] = []
-        self.queries: list[Picture] = []
+        self.drops: list[list[Picture]] = []
         self.answers: list[Answer] = []
+        self.marks: dict[Picture, str] = {}
         self.classifier = start if isinstance(start, SimpleCNAPSClassifier) else None
         self.curve = _curve(self.classifier)
-        self._passed: set[Picture] = set()  # queries that the user does not want to label
+        unknown_label = None if self.classifier is None else self.classifier.unknown_label
+        self.none = UNKNOWN if unknown_label is None else str(unknown_label)
         self._folder = tempfile.TemporaryDirectory(prefix="fewshot-app-")
 
     @property
@@ -121,9 +129,25 @@ class Session:
             return self.start.model_.image_size
         return cast(SimpleCNAPS, self.start).image_size  # the type checker does not exclude what it cannot see through
 
+    @property
+    def queries(self) -> list[Picture]:
+        """The pictures to classify."""
+        return [picture for drop in self.drops for picture in drop]
+
+    @property
+    def can_learn_none(self) -> bool:
+        """Whether pictures of no class teach anything: a model file without ``unknown_label`` rejects none."""
+        return not isinstance(self.start, SimpleCNAPSClassifier) or self.start.unknown_label is not None
+
+    def count_of_none(self) -> int:
+        """Pictures of no class, those of the classifier it started from included."""
+        started = isinstance(self.start, SimpleCNAPSClassifier)
+        of_file = cast(SimpleCNAPSClassifier, self.start).fitted_head_.negatives if started else None
+        return self.names.count(self.none) + (0 if of_file is None else len(of_file.adapted))
+
     def counts(self) -> dict[str, int]:
         """Support images of each class, those of the classifier it started from included."""
-        counts = Counter(self.names)
+        counts = Counter(name for name in self.names if name != self.none)
         if isinstance(self.start, SimpleCNAPSClassifier):
             shots = zip(self.start.classes_, self.start.class_counts_, strict=True)
             counts += Counter({str(label): int(count) for label, count in shots})
@@ -132,11 +156,12 @@ class Session:
     # ---------------------------------------------------------------- teaching
 
     def add(self, name: str, files: Sequence[str]) -> dict[str, str]:
-        """Add image files to a class, a new one or a known one.
+        """Add image files to a class, a new one or a known one, or to the pictures of no class.
 
         Parameters
         ----------
         name : str
+            ``none`` for pictures of no class.
         files : sequence of paths
 
         Returns
@@ -147,12 +172,13 @@ class Session:
         Raises
         ------
         ValueError
-            The name or the files are missing, the name looks like that of another class, or no file can be read.
-            Nothing is added.
+            The name or the files are missing, the name looks like that of another class, no file can be read, or
+            pictures of no class cannot be learned. Nothing is added.
         """
-        name = checked_name(name, self.counts())
+        name = self._checked(name)
         if not files:
-            raise ValueError(f"Choose one or more pictures of “{name}” first.")
+            what = "no class" if name == self.none else f"“{name}”"
+            raise ValueError(f"Choose one or more pictures of {what} first.")
         read, problems = self._read(files)
         self._become(self.images + read, self.names + [name] * len(read))
         return problems
@@ -175,8 +201,17 @@ class Session:
         example = photographs()
         pictures = self._pictures(ImageBatches([*example.support, *example.queries, example.sky], self.image_size))
         support, queries = pictures[: len(example.support)], pictures[len(example.support) :]
-        self.queries += queries
+        self.drops.append(queries)
         self._become(self.images + support, self.names + example.labels)
+
+    def _checked(self, name: str) -> str:
+        name = checked_label(name, {**self.counts(), **dict.fromkeys(self.marks.values())}, self.none)
+        if name == self.none and not self.can_learn_none:
+            raise ValueError(
+                "This model file rejects nothing, so pictures of no class teach it nothing. To learn from them, make "
+                "the file with an unknown label: fit --unknown-label."
+            )
+        return name
 
     def _read(self, files: Sequence[str]) -> tuple[list[Picture], dict[str, str]]:
         """Pictures, and what is wrong with files that are none; ValueError if all are."""
@@ -209,30 +244,41 @@ class Session:
 
     def _become(self, images: list[Picture], names: list[str]) -> None:
         """Fit to other pictures and answer the queries anew; after an error all is as before."""
-        if isinstance(self.start, SimpleCNAPSClassifier):
-            classifier = self.start
-            if images:
-                labels = labels_like(self.start.classes_, names)
-                classifier = copy.copy(self.start).partial_fit(_seen(images), labels)
-        elif len(set(names)) < 2:
-            classifier = None
-        else:
-            # The threshold is found on pictures that can be left out; n of them allow no rate below 1 / (n + 1).
-            paired = sum(count for count in Counter(names).values() if count > 1)
-            rejection: dict[str, Any] = {}
-            if paired:
-                rate = max(_FALSE_REJECTION_RATE, 1 / (paired + 1))
-                rejection = {"unknown_label": UNKNOWN, "false_rejection_rate": rate}
-            classifier = SimpleCNAPSClassifier(self.start, device=self.device, **rejection)
-            classifier.fit(_seen(images), names)
+        classifier = self._fitted_to(images, names)
         curve = _curve(classifier)
         self.classifier, self.curve, self.images, self.names = classifier, curve, images, names
         self._answer()
 
+    def _fitted_to(self, images: list[Picture], names: list[str]) -> SimpleCNAPSClassifier | None:
+        if isinstance(self.start, SimpleCNAPSClassifier):
+            if not images:
+                return self.start
+            return copy.copy(self.start).partial_fit(_seen(images), self._labels(names))
+        counts = Counter(name for name in names if name != self.none)
+        # The threshold is found on pictures that can be left out; n of them allow no rate below 1 / (n + 1).
+        paired = sum(count for count in counts.values() if count > 1)
+        if paired:
+            rate = max(_FALSE_REJECTION_RATE, 1 / (paired + 1))
+            classifier = SimpleCNAPSClassifier(
+                self.start, device=self.device, unknown_label=self.none, false_rejection_rate=rate
+            )
+            return classifier.fit(_seen(images), names)
+        if len(counts) < 2:
+            return None
+        of_classes = [index for index, name in enumerate(names) if name != self.none]
+        classifier = SimpleCNAPSClassifier(self.start, device=self.device)
+        return classifier.fit(_seen([images[i] for i in of_classes]), [names[i] for i in of_classes])
+
+    def _labels(self, names: Sequence[str]) -> list[Any]:
+        """Names as labels of the model file."""
+        start = cast(SimpleCNAPSClassifier, self.start)
+        labels = iter(labels_like(start.classes_, [name for name in names if name != self.none]))
+        return [start.unknown_label if name == self.none else next(labels) for name in names]
+
     # ---------------------------------------------------------------- asking
 
     def ask(self, files: Sequence[str]) -> dict[str, str]:
-        """Classify image files: they become ``queries``, with ``answers`` as soon as there are two classes.
+        """Classify image files: they become ``queries``, with ``answers`` as soon as there is a classifier.
 
         Returns
         -------
@@ -245,23 +291,23 @@ class Session:
             No file can be read.
         """
         read, problems = self._read(files)
-        self.queries += read
+        self.drops.append(read)
         self._answer()
         return problems
 
     def forget_queries(self) -> None:
         """Remove all queries."""
-        self.queries, self.answers = [], []
-        self._passed.clear()
+        self.drops, self.answers, self.marks = [], [], {}
 
     def _answer(self) -> None:
         """Answer all queries by the classifier as it is now."""
         self.answers = []
-        if self.classifier is None or not self.queries:
+        queries = self.queries
+        if self.classifier is None or not queries:
             return
-        predictions = self.classifier.predict_all(_seen(self.queries))
+        predictions = self.classifier.predict_all(_seen(queries))
         names = [str(label) for label in self.classifier.classes_]
-        rows = predictions.probabilities, predictions.unknown, self.queries, predictions.features
+        rows = predictions.probabilities, predictions.unknown, queries, predictions.features
         self.answers = [
             Answer(names[int(row.argmax())], bool(unknown), dict(zip(names, row.tolist(), strict=True)), *rest)
             for row, unknown, *rest in zip(*rows, strict=True)
@@ -272,43 +318,66 @@ class Session:
         assert self.classifier is not None
         fitted = self.classifier.fitted_head_
         distances = np.linalg.norm(fitted.support.adapted.cpu().numpy() - answer.features, axis=1)
-        labels, of_file = fitted.support_labels, [None] * (len(distances) - len(self.images))  # which come first
-        pictures: list[Picture | None] = [*of_file, *self.images]
+        own = [picture for picture, name in zip(self.images, self.names, strict=True) if name != self.none]
+        labels, of_file = fitted.support_labels, [None] * (len(distances) - len(own))  # which come first
+        pictures: list[Picture | None] = [*of_file, *own]
         nearest = distances.argsort(kind="stable")[:_NEIGHBOURS]
         return [Neighbour(str(labels[i]), float(distances[i]), pictures[i]) for i in nearest]
 
-    # ---------------------------------------------------------------- reviewing
+    # ---------------------------------------------------------------- correcting
 
-    def most_useful_query(self) -> int | None:
-        """Index of the query whose label would teach most; None if there is no answer or all were passed over."""
-        free = [index for index, query in enumerate(self.queries) if query not in self._passed]
-        if self.classifier is None or not free:
-            return None
-        probabilities = np.array([[*answer.probabilities.values()] for answer in self.answers])[free]
-        features = np.stack([answer.features for answer in self.answers])
+    def ranked(self) -> list[Answer]:
+        """The answers, those of the last drop first; of each drop those first whose label would teach most."""
+        if self.classifier is None:
+            return []
         known = self.classifier.fitted_head_.support.adapted.cpu().numpy()
-        return free[most_useful(probabilities, typicality(features[free], density(features)[free], known))]
+        answers, ranked = iter(self.answers), list[list[Answer]]()
+        for drop in filter(None, self.drops):
+            of_drop = [next(answers) for _ in drop]
+            probabilities = np.array([[*answer.probabilities.values()] for answer in of_drop])
+            order = most_useful_first(probabilities, np.stack([answer.features for answer in of_drop]), known)
+            ranked.append([of_drop[index] for index in order])
+        return [answer for of_drop in reversed(ranked) for answer in of_drop]
 
-    def label_query(self, index: int, name: str) -> None:
-        """Add a query to a class, a new one or a known one; it is no query any more.
+    def mark(self, number: int, name: str | None) -> None:
+        """Say what a query is, a new class or a known one or ``none``; or with None, say nothing of it any more.
 
         Raises
         ------
         ValueError
-            The name is missing, or looks like that of another class. Nothing is changed.
+            There is no such query, or the name is missing, looks like that of another class or cannot be learned.
         """
-        name = checked_name(name, self.counts())
-        picture, before = self.queries[index], self.queries
-        self.queries = [query for other, query in enumerate(before) if other != index]
+        picture = next((query for query in self.queries if query.number == number), None)
+        if picture is None:
+            raise ValueError("This picture is not asked about any more.")
+        earlier = self.marks.pop(picture, None)
+        if name is None:
+            return
         try:
-            self._become([*self.images, picture], [*self.names, name])
-        except BaseException:
-            self.queries = before
+            self.marks[picture] = self._checked(name)
+        except ValueError:
+            if earlier is not None:
+                self.marks[picture] = earlier
             raise
 
-    def pass_over(self, index: int) -> None:
-        """Do not offer a query for labelling any more."""
-        self._passed.add(self.queries[index])
+    def learn(self) -> None:
+        """Add the marked queries to their classes, in one fit; they are no queries any more.
+
+        Raises
+        ------
+        ValueError
+            No query is marked, or a name cannot be learned. Nothing is changed.
+        """
+        if not self.marks:
+            raise ValueError("Press what some of the pictures are first.")
+        drops, marks = self.drops, self.marks
+        self.drops = [[picture for picture in drop if picture not in marks] for drop in drops]
+        try:
+            self._become([*self.images, *marks], [*self.names, *marks.values()])
+        except BaseException:
+            self.drops = drops
+            raise
+        self.marks = {}
 
     # ---------------------------------------------------------------- keeping
 
@@ -329,7 +398,7 @@ class Session:
             There is no classifier yet, or none that can be exported; ImportError if the extra ``onnx`` is absent.
         """
         if self.classifier is None:
-            raise ValueError("Teach two classes first.")
+            raise ValueError("Teach a class first.")
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             self.classifier.export_page(Path(folder, "page"))
             return Path(shutil.make_archive(str(Path(self._folder.name, "page")), "zip", folder, "page"))
@@ -339,17 +408,20 @@ def _curve(classifier: SimpleCNAPSClassifier | None) -> LearningCurve | None:
     return None if classifier is None else classifier.summary().curve
 
 
-def checked_name(name: str, known: Iterable[str]) -> str:
-    """The name of a class without white space around it; ValueError if it is none, or like that of another."""
-    name = name.strip()
-    if not name:
+def checked_label(label: str, known: Iterable[str], none: str) -> str:
+    """A label that the user gave, without white space around it: a class, a new one or a known one, or ``none``.
+
+    ValueError if it is empty or looks like another class.
+    """
+    label = label.strip()
+    if not label:
         raise ValueError("Give the class a name first.")
-    if folded(name) == UNKNOWN:
-        raise ValueError(f"“{UNKNOWN}” is the answer for pictures of no class: choose another name.")
-    alike = [other for other in known if folded(other) == folded(name)]
-    if alike and name not in alike:
+    if folded(label) in (folded(none), UNKNOWN):
+        return none
+    alike = [other for other in known if folded(other) == folded(label)]
+    if alike and label not in alike:
         raise ValueError(f"There is a class “{alike[0]}”: write it like that, or choose another name.")
-    return name
+    return label
 
 
 def _seen(pictures: Sequence[Picture]) -> Features | DecodedBatch:

@@ -18,17 +18,19 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.review import Review
+from fewshot_mahalanobis.apps.session import Session
 from fewshot_mahalanobis.networks import devices
 
 PAGE = Path(__file__).parents[2] / "docs" / "label_correct_repeat.md"
-#: A part of the page that runs: code and the indented lines that it prints, commands, or the answers to `review`.
+#: A part of the page that runs: code and the lines that it prints, commands, answers to `review` and in the app.
 PART = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?P<printed>(?:\n(?: {4}[^\n]*\n)+)?)"
     r"|^```console\n(?P<commands>.*?)^```\n"
-    r"|^<!-- review -->\n(?P<review>.*?)^<!-- end of review -->\n",
+    r"|^<!-- review -->\n(?P<review>.*?)^<!-- end of review -->\n"
+    r"|^<!-- app -->\n(?P<app>.*?)^<!-- end of app -->\n",
     re.MULTILINE | re.DOTALL,
 )
 NUMBER = re.compile(r"\d+")
@@ -70,8 +72,31 @@ def answer_review(names: dict[str, Any], sentence: str) -> str:
             asked = review.next_picture()
             assert asked is not None
             review.label([asked], names["right_label"](str(review.paths[asked])))
-    counts = iter(right)
-    return re.sub(r"\d+(?= of 100|,|\.)", lambda _: str(next(counts)), sentence)
+    return with_counts(sentence, right)
+
+
+def press_in_the_app(names: dict[str, Any], sentence: str) -> str:
+    """Press what fifteen pictures are and learn, twice; the sentence with the numbers of right labels."""
+    session = Session(load_checkpoint("default"), device="cpu")
+    for folder in sorted(Path("digits").iterdir()):
+        session.add(folder.name, [str(file) for file in folder.iterdir()])
+    files = sorted(map(str, Path("unlabelled").iterdir()))
+    session.ask(files)
+    truth = {picture: names["right_label"](file) for picture, file in zip(session.queries, files, strict=True)}
+    right = list[int]()
+    for known in (0, 15, 30):
+        assert len(session.answers) == 100 - known
+        answers = [(answer.label, answer.unknown, truth[answer.picture]) for answer in session.answers]
+        right.append(known + sum(label == true and not unknown for label, unknown, true in answers))
+        for answer in session.ranked()[:15]:
+            session.mark(answer.picture.number, truth[answer.picture])
+        session.learn()
+    return with_counts(sentence, right)
+
+
+def with_counts(sentence: str, counts: list[int]) -> str:
+    numbers = iter(counts)
+    return re.sub(r"\d+(?= of 100|,|\.)", lambda _: str(next(numbers)), sentence)
 
 
 def page_as_it_runs() -> str:
@@ -81,6 +106,8 @@ def page_as_it_runs() -> str:
     def run(part: re.Match[str]) -> str:
         if part["review"] is not None:
             return part[0].replace(part["review"], answer_review(names, part["review"]))
+        if part["app"] is not None:
+            return part[0].replace(part["app"], press_in_the_app(names, part["app"]))
         if part["code"] is not None:
             printed = "".join(f"    {line}\n" for line in run_code(part["code"], names).splitlines())
             return f"```python\n{part['code']}```\n" + (f"\n{printed}" if printed else "")
@@ -103,6 +130,7 @@ def test_three_rounds_go_as_the_page_tells(tmp_path: Path, monkeypatch: pytest.M
         r"labels-\d.csv: (\d+) of 100 right",
         r"round \d: (\d+) of",
         r"answer (\d+) of .* fifteen (\d+), after thirty (\d+)",
+        r"press (\d+) of .* fifteen (\d+), after thirty (\d+)",
     ):
         right = [int(count) for match in re.finditer(way, found) for count in match.groups()]
         assert len(right) == 3

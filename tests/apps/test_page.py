@@ -118,7 +118,8 @@ def expect_readable(page: Page) -> None:
         "#answers figcaption",
         "#classes .class",
         "#state .said",
-        "#doubt .said",
+        "#answers .choices button",
+        "#answers .choices button[aria-pressed=true]",
         "h1",
         "h2",
     ):
@@ -151,14 +152,17 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
         expect(state).to_contain_text("No class yet")
         keep(page, "app-start", full_page=True)
 
-        # One picture is asked about before there is a class: it waits.
+        # One picture is asked about before there is a class: it waits. One class is told from everything else.
+        ask(page, queries[0])
+        expect(page.locator("#asked")).to_contain_text("1 picture waits")
         teach(page, "three", [*taught["three"], str(broken)])
         expect(classes).to_contain_text("three 5")
         expect(state).to_contain_text("broken.png: ")
-        ask(page, queries[0])
-        expect(answers).to_contain_text("1 picture waits")
+        expect(state).to_contain_text("Ready to tell “three” from everything else")
+        expect(answers.locator("strong")).to_have_text([re.compile("^(three|unknown)$")])
+        expect(page.locator("#asked")).to_have_text("")
         ask(page, str(broken))
-        expect(page.locator("#problem")).to_contain_text("broken.png: ")
+        expect(page.locator("#asked")).to_contain_text("broken.png: ")
         keep(page, "app-problem", full_page=True)
 
         teach(page, "seven", taught["seven"])
@@ -176,9 +180,11 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
         assert contrast(page, "#classes .enough div") >= 4.5
         keep(page, "app-answer", full_page=True)
 
-        # Several at once are classified when they are dropped; the last one stands first.
+        # Several at once are classified when they are dropped, and stand first.
         ask(page, *queries[1:])
-        expect(answers.locator("strong")).to_have_text(expected[::-1])
+        expect(answers.locator("strong")).to_have_count(3)
+        shown_labels = answers.locator("strong").all_inner_texts()
+        assert (sorted(shown_labels[:2]), shown_labels[2:]) == (sorted(expected[1:]), expected[:1])
         answers.locator("summary").first.click()
         expect(answers.locator(".neighbours img:visible")).to_have_count(6)
 
@@ -186,6 +192,7 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
             page.get_by_text("Download the model").click()
         download.value.save_as(tmp_path / "classifier.safetensors")
 
+        answers.get_by_role("button", name="seven").first.click()
         page.emulate_media(color_scheme="dark")
         page.wait_for_function("document.body.classList.contains('dark')")
         assert is_dark(page)
@@ -200,8 +207,12 @@ def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
         expect_readable(page)
         keep(page, "app-narrow", full_page=True)
 
-        # The picture whose label helps most is labelled; then one picture and one class are removed.
-        page.locator("#truth input").fill("one")
+        # One picture is of a new class, another one is taken back; then one picture and one class are removed.
+        answers.locator("input").nth(1).fill("one")
+        answers.locator("input").nth(1).press("Enter")
+        expect(page.locator("#marked")).to_have_text("2 pictures have your labels.")
+        answers.get_by_role("button", name="seven", pressed=True).click()
+        expect(page.locator("#marked")).to_have_text("1 picture has your label.")
         page.locator("#learn").click()
         expect(classes).to_contain_text("one 1")
         expect(answers.locator("strong")).to_have_count(2)
@@ -243,10 +254,10 @@ def test_the_example_is_taught_and_asked_by_one_button(served: tuple[str, list[A
         assert box["y"] + page.evaluate("window.scrollY") < 2 * NARROW["height"]
 
 
-def test_the_app_asks_about_one_of_the_pictures_and_learns_from_the_answer(tmp_path: Path) -> None:
-    for index, image in enumerate(pictures(4, 3)):
+def test_a_round_of_corrections_is_learned_at_once_and_those_of_no_class_too(tmp_path: Path) -> None:
+    for index, image in enumerate(pictures(30, 3)):
         Image.fromarray(image).save(tmp_path / f"{index}.png")
-    page = make_page(tiny_classifier())
+    page = make_page(tiny_classifier(unknown_label="?", false_rejection_rate=0.2))
     address = start_server(page)
     try:
         with chromium() as browser:
@@ -254,14 +265,59 @@ def test_the_app_asks_about_one_of_the_pictures_and_learns_from_the_answer(tmp_p
             expect.set_options(timeout=120_000)
             visit.goto(address)
             ask(visit, *map(str, sorted(tmp_path.iterdir())))
-            expect(visit.locator("#answers strong")).to_have_count(4)
-            expect(visit.locator("#doubt")).to_contain_text("Say what it is")
-            keep(visit, "app-doubt", full_page=True)
-            visit.locator("#skip").click()
-            visit.locator("#truth input").fill("green")
+            answers, marked = visit.locator(".answer"), visit.locator("#marked")
+            expect(answers).to_have_count(24)
+            expect(visit.locator(".place")).to_have_text("1 to 24 of 30")
+            expect(visit.locator("#learn")).to_be_hidden()
+            for number, label in enumerate(["green", "none of these", "green", "blue"], start=1):
+                answers.nth(number).get_by_role("button", name=label, exact=True).click()
+                expect(marked).to_contain_text(str(number))
+            expect(visit.locator("#learn")).to_be_in_viewport()  # however far down the page is
+            keep(visit, "app-marked")
+            visit.locator("#later").click()
+            expect(visit.locator(".place")).to_have_text("25 to 30 of 30")
+            answers.nth(0).locator("input").fill("Green")
+            answers.nth(0).locator("input").press("Enter")
+            expect(marked).to_contain_text("There is a class “green”")
+            answers.nth(0).locator("input").fill("purple")
+            answers.nth(0).locator("input").press("Enter")
+            expect(answers.nth(0).get_by_role("button", name="purple", pressed=True)).to_be_visible()
+            assert visit.locator("#classes-known option[value=purple]").count() == 1  # offered where others are typed
+            expect(marked).to_have_text("5 pictures have your labels.")
+            visit.reload()
+            expect(answers.nth(1).get_by_role("button", name="green", exact=True, pressed=True)).to_be_visible()
             visit.locator("#learn").click()
-            expect(visit.locator("#classes")).to_contain_text("green 4")
-            expect(visit.locator("#answers strong")).to_have_count(3)
+            expect(visit.locator(".place")).to_have_text("1 to 24 of 25")
+            expect(visit.locator("#classes")).to_contain_text(re.compile("blue 4.*green 5.*purple 1.*none of these 1"))
+            expect(visit.locator("#learn")).to_be_hidden()
+            expect(visit.locator("#gallery button img")).to_have_count(5)
+    finally:
+        page.close(verbose=False)
+
+
+def test_pictures_of_no_class_are_taught_by_a_button_of_their_own(files_of_two: dict[str, list[str]]) -> None:
+    page = make_page(tiny_model(), device="cpu")
+    address = start_server(page)
+    try:
+        with chromium() as browser:
+            expect.set_options(timeout=120_000)
+            visit = browser.new_page(viewport=WIDE)
+            visit.goto(address)
+            expect(visit.locator("#state")).to_contain_text("No class yet")
+            visit.locator("#add-none").click()
+            expect(visit.locator("#state")).to_contain_text("Choose one or more pictures of no class first.")
+            red, other = files_of_two.values()
+            visit.locator("#class-files input[type=file]").set_input_files(other)
+            expect(visit.locator("#class-files")).to_contain_text(".png")
+            visit.locator("#add-none").click()
+            expect(visit.locator("#classes")).to_contain_text("none of these 2")
+            expect(visit.locator("#state")).to_contain_text("No class yet")
+            teach(visit, "red", red)
+            expect(visit.locator("#state")).to_contain_text("Ready to tell “red” from everything else")
+            keep(visit, "app-none", full_page=True)
+            visit.locator("#gallery button").last.click()
+            visit.locator("#remove-class").click()
+            expect(visit.locator("#classes")).not_to_contain_text("none of these")
     finally:
         page.close(verbose=False)
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
-from fewshot_mahalanobis.apps.active_learning import density, most_useful, typicality
+from fewshot_mahalanobis.apps.active_learning import most_useful_first
 from fewshot_mahalanobis.apps.session import UNKNOWN, Session
 from tests.tiny import LABELS, TinyExtractor, pictures, tiny_classifier, tiny_model
 
@@ -28,6 +28,12 @@ def files(tmp_path: Path) -> dict[str, list[str]]:
         Image.fromarray(image).save(file)
         made.setdefault(name, []).append(str(file))
     return made
+
+
+def label(session: Session, index: int, name: str) -> None:
+    """Say what one query is, and learn it."""
+    session.mark(session.queries[index].number, name)
+    session.learn()
 
 
 def in_order(files: dict[str, list[str]]) -> tuple[list[str], list[str]]:
@@ -93,12 +99,12 @@ def test_what_is_missing_is_said(files: dict[str, list[str]]) -> None:
     session = Session(tiny_model(), device="cpu")
     for name, given, message in (
         ("  ", files["red"], "name first"),
-        (UNKNOWN, files["red"], "another name"),
         ("red", [], "pictures of “red” first"),
+        (UNKNOWN, [], "pictures of no class first"),
     ):
         with pytest.raises(ValueError, match=message):
             session.add(name, given)
-    session.add("red", files["red"])
+    session.add("red", files["red"][:1])
     assert session.save() is None
 
 
@@ -122,6 +128,7 @@ def test_removing_a_class_is_never_having_added_it(files: dict[str, list[str]]) 
     assert session.counts() == without.counts()
     assert session.answers[0].probabilities == without.answers[0].probabilities
     session.remove("red")
+    session.remove("blue")
     assert session.classifier is None
     assert session.answers == []
 
@@ -185,52 +192,181 @@ def test_pictures_are_listed_class_by_class(files: dict[str, list[str]]) -> None
     assert all(picture is session.images[index] for index, picture, _ in session.pictures())
 
 
-def test_queries_wait_for_two_classes_and_are_answered_anew_after_each_change(files: dict[str, list[str]]) -> None:
+def test_queries_wait_for_a_class_and_are_answered_anew_after_each_change(files: dict[str, list[str]]) -> None:
     session = Session(tiny_model(), device="cpu")
     assert session.ask([*files["red"], files["blue"][0]]) == {}
     assert session.answers == []
-    assert session.most_useful_query() is None
-    session.add("red", files["red"])
+    assert session.ranked() == []
+    session.add("red", files["red"][:1])
     assert session.answers == []
     session.add("blue", files["blue"])
-    assert [answer.label for answer in session.answers] == ["red", "red", "blue"]
+    assert [answer.label for answer in session.answers[::2]] == ["red", "blue"]  # which it has learned
     session.add("green", files["green"])
     assert all(answer.probabilities.keys() == {"blue", "green", "red"} for answer in session.answers)
     session.forget_queries()
-    assert (session.queries, session.answers, session.most_useful_query()) == ([], [], None)
+    assert (session.queries, session.answers, session.ranked()) == ([], [], [])
 
 
-def test_the_most_useful_query_is_offered_and_its_label_learned(files: dict[str, list[str]]) -> None:
+def test_of_each_drop_those_come_first_that_would_teach_most_and_the_last_drop_before_others(
+    files: dict[str, list[str]],
+) -> None:
     start = tiny_classifier()
-    session = Session(start)
-    queries = [file for group in files.values() for file in group]
+    session, ranked = Session(start), list[int]()
+    for drop in (files["green"], files["blue"] + files["red"]):
+        session.ask(drop)
+        known = start.fitted_head_.support.adapted.numpy()
+        order = most_useful_first(start.predict_proba(drop), start.transform(drop), known)
+        first = len(session.queries) - len(drop)
+        ranked = [first + index for index in order] + ranked
+    assert [session.queries.index(answer.picture) for answer in session.ranked()] == ranked
+
+
+@pytest.mark.parametrize("from_a_file", [False, True])
+def test_what_queries_are_is_learned_in_one_fit(files: dict[str, list[str]], from_a_file: bool) -> None:
+    session = Session(tiny_classifier() if from_a_file else tiny_model(), device="cpu")
+    if not from_a_file:
+        session.add("blue", files["blue"])
+        session.add("green", files["green"])
+    before = session.counts()
+    queries = [*files["red"], *files["blue"], *files["green"]]
     session.ask(queries)
-    features, support = start.transform(queries), start.fitted_head_.support.adapted.numpy()
-    expected = most_useful(start.predict_proba(queries), typicality(features, density(features), support))
-    assert session.most_useful_query() == expected
-    session.pass_over(expected)
-    second = session.most_useful_query()
-    assert second not in (None, expected)
-    with pytest.raises(ValueError, match="name first"):
-        session.label_query(second, " ")
-    assert len(session.queries) == len(queries)
-    session.label_query(second, "purple")
-    assert len(session.queries) == len(session.answers) == len(queries) - 1
-    learned = tiny_classifier().partial_fit([queries[second]], ["purple"])
-    kept = [query for index, query in enumerate(queries) if index != second]
-    np.testing.assert_allclose(
-        [list(answer.probabilities.values()) for answer in session.answers], learned.predict_proba(kept), rtol=1e-6
-    )
-    for _ in kept:
-        if (index := session.most_useful_query()) is not None:
-            session.pass_over(index)
-    assert session.most_useful_query() is None
+    with pytest.raises(ValueError, match="Press what some"):
+        session.learn()
+    numbers = [query.number for query in session.queries]
+    answers = session.answers
+    for index, name in ((0, " purple "), (1, "purple"), (3, "blue"), (4, "blue"), (4, None), (1, "green")):
+        session.mark(numbers[index], name)
+    assert (session.answers, session.counts()) == (answers, before)  # nothing is learned yet
+    session.learn()
+    assert session.counts() == before | {name: before.get(name, 0) + 1 for name in ("purple", "green", "blue")}
+    assert [query.number for query in session.queries] == [numbers[index] for index in (2, 4, 5, 6, 7)]
+    assert len(session.answers) == 5
+    assert session.marks == {}
+    direct = Session(tiny_classifier() if from_a_file else tiny_model(), device="cpu")
+    if not from_a_file:
+        direct.add("blue", files["blue"])
+        direct.add("green", files["green"])
+    for index, name in ((0, "purple"), (3, "blue"), (1, "green")):
+        direct.add(name, [queries[index]])
+    direct.ask([queries[index] for index in (2, 4, 5, 6, 7)])
+    for answer, other in zip(session.answers, direct.answers, strict=True):
+        assert answer.probabilities == pytest.approx(other.probabilities)
+        assert answer.unknown == other.unknown
+
+
+def test_what_cannot_be_said_of_a_query_changes_nothing(files: dict[str, list[str]]) -> None:
+    session = Session(tiny_classifier())
+    session.ask(files["red"])
+    first, second = (query.number for query in session.queries)
+    session.mark(first, "Black cat")
+    for number, name, message in (
+        (first, " ", "name first"),
+        (second, "black cat", "There is a class “Black cat”"),  # which is to be learned
+        (second, UNKNOWN, "rejects nothing"),
+        (-1, "red", "not asked about any more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            session.mark(number, name)
+    assert [*session.marks.values()] == ["Black cat"]
+
+
+# ---------------------------------------------------------------------- none of these, and one class
+
+
+def test_pictures_of_no_class_teach_what_to_reject(files: dict[str, list[str]]) -> None:
+    session = Session(tiny_model(), device="cpu")
+    session.add("Unknown ", files["green"])
+    assert session.classifier is None
+    for name in ("red", "blue"):
+        session.add(name, files[name])
+    assert session.counts() == {"blue": 3, "red": 2}
+    assert session.count_of_none() == 3
+    paths, names = in_order(files)
+    names = [UNKNOWN if name == "green" else name for name in names]
+    direct = SimpleCNAPSClassifier(tiny_model(), device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 6)
+    direct.fit(paths, names)
+    without = SimpleCNAPSClassifier(tiny_model(), device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 6)
+    without.fit(*in_order({name: files[name] for name in ("red", "blue")}))
+    assert session.classifier is not None
+    scores = session.classifier.outlier_score(paths)
+    np.testing.assert_allclose(scores, direct.outlier_score(paths), rtol=1e-5)
+    assert np.abs(scores - without.outlier_score(paths)).max() > 0.1
+    session.ask(paths)
+    assert [UNKNOWN if answer.unknown else answer.label for answer in session.answers] == direct.predict(paths).tolist()
+    for answer in session.answers:  # which are of classes, and have their own pictures
+        shown = [(near.label, near.picture) for near in session.neighbours(answer)]
+        assert {picture: name for name, picture in shown}.items() <= {*zip(session.images, session.names, strict=True)}
+    session.remove(UNKNOWN)
+    np.testing.assert_allclose(session.classifier.outlier_score(paths), without.outlier_score(paths), rtol=1e-5)
+
+
+def test_pictures_of_no_class_wait_until_something_can_be_rejected(files: dict[str, list[str]]) -> None:
+    session = Session(tiny_model(), device="cpu")
+    session.add(UNKNOWN, files["green"])
+    session.add("red", files["red"][:1])
+    assert session.classifier is None
+    session.add("blue", files["blue"][:1])
+    session.ask(files["green"])
+    assert not any(answer.unknown for answer in session.answers)
+    assert session.neighbours(session.answers[0])[0].label in ("red", "blue")
+    session.add("blue", files["blue"][1:])
+    assert session.classifier is not None
+    assert session.classifier.fitted_head_.negatives is not None
+
+
+def test_a_model_file_learns_of_no_class_by_its_own_label_or_says_that_it_cannot(files: dict[str, list[str]]) -> None:
+    start = tiny_classifier(unknown_label="?", false_rejection_rate=0.2).partial_fit(files["green"][:1], ["?"])
+    session = Session(start)
+    assert (session.none, session.count_of_none()) == ("?", 1)
+    session.add(UNKNOWN, files["green"][1:])
+    session.ask(files["blue"])
+    session.mark(session.queries[0].number, "?")
+    session.learn()
+    assert (session.counts(), session.count_of_none()) == ({"blue": 3, "green": 3, "red": 2}, 4)
+    expected = copy.copy(start).partial_fit([*files["green"][1:], files["blue"][0]], ["?"] * 3)
+    assert session.classifier is not None
+    paths, _ = in_order(files)
+    np.testing.assert_allclose(session.classifier.outlier_score(paths), expected.outlier_score(paths), rtol=1e-5)
+
+    session = Session(tiny_classifier())
+    assert not session.can_learn_none
+    with pytest.raises(ValueError, match=r"rejects nothing.*fit --unknown-label"):
+        session.add(UNKNOWN, files["green"])
+    assert session.images == []
+
+
+def test_numbered_classes_and_pictures_of_no_class_stay_apart(files: dict[str, list[str]]) -> None:
+    start = SimpleCNAPSClassifier(tiny_model(), device="cpu", unknown_label=-1, false_rejection_rate=0.2)
+    session = Session(start.fit(pictures(4, 1), [3, 5, 3, 5]))
+    session.add("-1", files["green"])
+    session.add("8", files["red"])
+    assert (session.counts(), session.count_of_none()) == ({"3": 2, "5": 2, "8": 2}, 3)
+    assert session.classifier is not None
+    assert session.classifier.classes_.tolist() == [3, 5, 8]
+
+
+def test_one_class_of_two_pictures_is_told_from_everything_else(files: dict[str, list[str]]) -> None:
+    session = Session(tiny_model(), device="cpu")
+    session.add("blue", files["blue"][:1])
+    assert session.classifier is None
+    session.add("blue", files["blue"][1:])
+    direct = SimpleCNAPSClassifier(tiny_model(), device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 4)
+    direct.fit(files["blue"], ["blue"] * 3)
+    session.ask([*files["red"], *files["green"]])
+    expected = direct.predict([*files["red"], *files["green"]]).tolist()
+    assert [UNKNOWN if answer.unknown else answer.label for answer in session.answers] == expected
+    assert len(session.ranked()) == 5
+    session.mark(session.queries[0].number, UNKNOWN)
+    session.mark(session.queries[2].number, "green")
+    session.learn()
+    assert (session.counts(), session.count_of_none()) == ({"blue": 3, "green": 1}, 1)
 
 
 @pytest.mark.parametrize("name", ["Unknown", "UNKNOWN ", "uNknown"])
 def test_the_answer_for_no_class_is_no_class_however_it_is_written(files: dict[str, list[str]], name: str) -> None:
-    with pytest.raises(ValueError, match="choose another name"):
-        Session(tiny_model(), device="cpu").add(name, files["red"])
+    session = Session(tiny_model(), device="cpu")
+    session.add(name, files["red"])
+    assert (session.counts(), session.names) == ({}, [UNKNOWN] * 2)
 
 
 @pytest.mark.parametrize(("known", "name"), [("cat", "Cat"), ("Black  cat", "black cat"), ("café", "cafe\u0301")])
@@ -248,7 +384,7 @@ def test_a_name_that_looks_like_that_of_a_class_is_no_second_class(
     session.ask(files["green"][:1])
     before = session.counts()
     with pytest.raises(ValueError, match=f"There is a class “{known}”"):
-        session.label_query(0, name) if taught == "asked about" else session.add(name, files["green"])
+        label(session, 0, name) if taught == "asked about" else session.add(name, files["green"])
     assert session.counts() == before
     session.add(known, files["green"])
     assert session.counts()[known] == before[known] + 3
@@ -265,9 +401,8 @@ def test_a_model_file_sees_each_picture_once_however_many_answers_follow(
     passes = 1 if session.start.task_.unadapted is None else 2
     assert sum(batches) == 8 * passes
     for name in ("green", "purple", "blue"):
-        index = session.most_useful_query()
-        assert index is not None
-        session.label_query(index, name)
+        session.mark(session.ranked()[0].picture.number, name)
+        session.learn()
     session.remove_picture(0)
     session.remove("purple")
     assert sum(batches) == 8 * passes
@@ -287,7 +422,7 @@ def test_a_model_file_reads_pictures_by_its_range_and_once(tmp_path: Path, value
     np.testing.assert_allclose(
         [list(answer.probabilities.values()) for answer in session.answers], start.predict_proba(stored[4:]), rtol=1e-5
     )
-    session.label_query(0, "b")
+    label(session, 0, "b")
     session.add("c", stored[6:8])
     learned = copy.copy(start).partial_fit([stored[4], *stored[6:8]], ["b", "c", "c"])
     np.testing.assert_allclose(
@@ -302,15 +437,16 @@ def test_a_label_that_cannot_be_learned_changes_nothing(files: dict[str, list[st
     session = Session(SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(4, 1), [3, 5, 3, 5]))
     session.ask(files["red"])
     with pytest.raises(ValueError, match="whole numbers"):
-        session.label_query(0, "cat")
+        label(session, 0, "cat")
     assert len(session.queries) == len(session.answers) == 2
+    assert session.counts() == {"3": 2, "5": 2}
 
 
 def test_the_answering_page_is_exported_as_a_zip_file(files: dict[str, list[str]], tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         session = Session(SimpleCNAPS(adaptation="none", image_size=32).eval(), device="cpu")
-    with pytest.raises(ValueError, match="two classes first"):
+    with pytest.raises(ValueError, match="Teach a class first"):
         session.export_page()
     for name, group in files.items():
         session.add(name, group)
