@@ -89,8 +89,9 @@ def naive(step, start, y, temperature):
 @pytest.mark.parametrize("shots", [[1, 1, 1], [5, 5, 5], [1, 2, 7]])
 @pytest.mark.parametrize("name", ["auto", "square roots", "mahalanobis"])
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_logits_equal_a_plain_loop(temperature, name, shots, width):
-    x, y, q = task(0, shots, width)
+@pytest.mark.parametrize("queries", [20, 1])
+def test_logits_equal_a_plain_loop(queries, temperature, name, shots, width):
+    x, y, q = task(0, shots, width, queries)
     head = MahalanobisHead() if name == "mahalanobis" else AutoHead()
     if name == "square roots":
         x, q = x.relu(), q.relu()
