@@ -50,6 +50,13 @@ Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the f
 Share = Annotated[bool, typer.Option("--share", help="Also make a public address through Gradio's server.")]
 Browser = Annotated[bool, typer.Option(help="Open the page in the browser.")]
 Images = Annotated[list[Path], typer.Argument(help="Images, or folders that are searched for images.")]
+ImagesOrBoxes = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Images, folders that are searched for images, or files of boxes in images: a CSV file with columns "
+        "path,x,y,width,height, a COCO annotation file or MegaDetector's results (.json)."
+    ),
+]
 ImageFolder = Annotated[
     Path | None, typer.Option(help="Where the paths in a table or a file of boxes start. Default: that file's folder.")
 ]
@@ -59,6 +66,12 @@ Margin = Annotated[
         min=0,
         help="Widen boxes on each side by this share of their width and height, the same in each command.",
     ),
+]
+MinConfidence = Annotated[
+    float, typer.Option(min=0, max=1, help="Leave out MegaDetector's detections of less confidence.")
+]
+Category = Annotated[
+    str | None, typer.Option(help="Leave out MegaDetector's detections of other categories; animal, say.")
 ]
 
 
@@ -260,13 +273,7 @@ def fit(
 @app.command()
 def predict(
     model: Model,
-    images: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Images, folders that are searched for images, or files of boxes in images: a CSV file with columns "
-            "path,x,y,width,height, a COCO annotation file or MegaDetector's results (.json)."
-        ),
-    ],
+    images: ImagesOrBoxes,
     as_csv: Annotated[bool, typer.Option("--csv/--json", help="Format of the output.")] = True,
     proba: Annotated[bool, typer.Option("--proba", help="Add the probability of each class.")] = False,
     top_k: Annotated[
@@ -285,12 +292,8 @@ def predict(
     ] = None,
     image_folder: ImageFolder = None,
     margin: Margin = 0.0,
-    min_confidence: Annotated[
-        float, typer.Option(min=0, max=1, help="Leave out MegaDetector's detections of less confidence.")
-    ] = 0.0,
-    category: Annotated[
-        str | None, typer.Option(help="Leave out MegaDetector's detections of other categories; animal, say.")
-    ] = None,
+    min_confidence: MinConfidence = 0.0,
+    category: Category = None,
     skip_errors: SkipErrors = False,
     device: Device = "auto",
 ) -> None:
@@ -486,6 +489,14 @@ def sort(
         if link and move:
             raise ValueError("--link and --move exclude each other")
         check_output(output, folder=True)
+
+        from fewshot_mahalanobis.images.boxes import is_box_file
+
+        for place in filter(is_box_file, images):
+            raise ValueError(
+                f"{place} has boxes, and sort puts whole images into folders: label the boxes by predict, which "
+                "writes a table, or on a page by review"
+            )
         paths = _image_files(images)
 
         from fewshot_mahalanobis.apps.sorting import sort_files
@@ -614,11 +625,15 @@ def run_app(
 @app.command()
 def review(
     model: Model,
-    images: Images,
+    images: ImagesOrBoxes,
     output: Annotated[
         Path,
         typer.Option("--output", "-o", help="Table of the labels, written after every answer; an earlier one goes on."),
     ] = Path("checked.csv"),
+    image_folder: ImageFolder = None,
+    margin: Margin = 0.0,
+    min_confidence: MinConfidence = 0.0,
+    category: Category = None,
     host: Host = "127.0.0.1",
     port: Port = None,
     browser: Browser = True,
@@ -626,17 +641,22 @@ def review(
 ) -> None:
     """Open a page in the browser to label images: the model asks about one at a time, and shows all of its answers.
 
-    It learns from every label. The page offers the labels, which `fit` reads, and the model for download.
+    Or boxes in images: the table then has x, y, width and height too. It learns from every label. The page offers the
+    labels, which `fit` reads, and the model for download.
 
     For example:
 
         fewshot-mahalanobis review flowers.safetensors holiday/
 
         fewshot-mahalanobis review flowers.safetensors holiday/ -o holiday.csv
+
+        fewshot-mahalanobis review birds.safetensors detections.json --category animal
     """
     with clear_errors():
         check_output(output)
-        paths = _image_files(images)
+        paths, _ = _images_and_boxes(
+            images, image_folder=image_folder, margin=margin, min_confidence=min_confidence, category=category
+        )
 
         from fewshot_mahalanobis.apps.review import Review
         from fewshot_mahalanobis.apps.review_page import ReviewServer

@@ -458,7 +458,8 @@ def _state(session: Session, problem: str) -> str:
     if session.classifier is None:
         text = "Add a second class, or one more picture of this one." if counts else "No class yet."
     elif len(counts) == 1:
-        text = f"Ready to tell “{escape(*counts)}” from everything else. Add a second class to tell the two apart."
+        (name,) = counts
+        text = f"Ready to tell “{escape(name)}” from everything else. Add a second class to tell the two apart."
     else:
         text = "Ready to classify."
     return f'{_problem(problem)}<div class="said" role="status">{text}</div>'

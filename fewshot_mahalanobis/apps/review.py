@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,10 @@ from fewshot_mahalanobis.apps.labelling import UnreadableImages, image_batches
 from fewshot_mahalanobis.apps.session import UNKNOWN, checked_label, labels_like
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.images.boxes import BOX_COLUMNS, read_boxes
 from fewshot_mahalanobis.images.folders import labelled_rows
 from fewshot_mahalanobis.images.picture import read_size
+from fewshot_mahalanobis.images.region import Region
 from fewshot_mahalanobis.support_set.features import Features
 
 __all__ = ["Answer", "Page", "Review"]
@@ -30,8 +32,8 @@ __all__ = ["Answer", "Page", "Review"]
 _THUMBNAIL = 128
 #: Answers of a page of the wall.
 _PER_PAGE = 60
-#: First line of the table of labels.
-_COLUMNS = "path,label"
+#: What a row of the table is about: the whole path of a file, and the box if it is about a region.
+_Place = tuple[Any, ...]
 
 
 class Answer(NamedTuple):
@@ -61,25 +63,25 @@ class Review:
     ----------
     classifier : SimpleCNAPSClassifier
         Fitted; its adaptation stays (``partial_fit``). It is not changed.
-    paths : sequence of Path
-        Those that cannot be read are left out.
+    paths : sequence of Path or Region
+        All of one kind. Those that cannot be read are left out.
     table : Path
-        CSV file with the columns path and label, as ``fit`` reads it. What it says about these pictures is taken as
-        given before; its rows about others stay.
+        CSV file with the columns path and label, and between them x, y, width and height for regions, as ``fit`` reads
+        it. What it says about these pictures is taken as given before; its rows about others stay.
 
     Attributes
     ----------
     classifier : SimpleCNAPSClassifier
         What it has learned so far.
-    paths : list of Path
+    paths : list of Path or Region
         A picture's place in it is what the methods know it by.
     labels : dict of int to str
         Those that the user has given.
     none : str
         The label of pictures that belong to no class. They teach what to reject if the classifier has an
         ``unknown_label``, and else nothing.
-    problems : dict of Path to str
-        Files that were left out, and why.
+    problems : dict of Path or Region to str
+        Pictures that were left out, and why.
     other_rows : int
         Rows of the table about other pictures.
 
@@ -91,13 +93,17 @@ class Review:
         The table is not one that a review wrote, or has a label that cannot be learned.
     """
 
-    def __init__(self, classifier: SimpleCNAPSClassifier, paths: Sequence[Path], table: Path) -> None:
+    def __init__(self, classifier: SimpleCNAPSClassifier, paths: Sequence[Path | Region], table: Path) -> None:
         self.start = classifier
         self.table = table
         self.none = UNKNOWN if classifier.unknown_label is None else str(classifier.unknown_label)
-        earlier = _read_table(table)
+        kinds = {isinstance(path, Region) for path in paths}
+        if len(kinds) > 1:
+            raise ValueError("there are boxes and whole images: review either the ones or the others")
+        self._columns = ["path", *(BOX_COLUMNS if True in kinds else ()), "label"]
+        earlier = _read_table(table, self._columns)
         self._read([*{_place(path): path for path in paths}.values()])
-        by_place = {_place(path): picture for picture, path in enumerate(self.paths)}
+        by_place = {place: picture for picture, place in enumerate(self._places)}
         self._other_rows = {place: label for place, label in earlier.items() if place not in by_place}
         self._changes: list[dict[int, str | None]] = []  # what each answer has replaced
         self._passed: list[int] = []
@@ -189,11 +195,12 @@ class Review:
 
     # ---------------------------------------------------------------- inside
 
-    def _read(self, paths: list[Path]) -> None:
-        """Read the pictures: paths, thumbnails, features, and what is wrong with the others."""
-        self.problems: dict[Path, str] = {}
+    def _read(self, paths: list[Path | Region]) -> None:
+        """Read the pictures: paths, places, thumbnails, features, and what is wrong with the others."""
+        self.problems: dict[Path | Region, str] = {}
         self.thumbnails: list[bytes] = []
-        self.paths: list[Path] = []
+        self.paths: list[Path | Region] = []
+        self._places: list[_Place] = []
         features, size = list[Features](), self.start.model_.image_size
         readable = [path for path in paths if _is_text(path, self.problems)]
         if readable:
@@ -203,8 +210,9 @@ class Review:
                 found = [readable[index] for index in batch.indices]
                 self.thumbnails += map(_thumbnail, batch.pixels, found)
                 self.paths += found
+                self._places += map(_place, found, batch.boxes)
         if not self.paths:
-            raise UnreadableImages(f"none of the {len(paths)} files can be read", self.problems)
+            raise UnreadableImages(f"none of the {len(paths)} images can be read", self.problems)
         self._features = Features.joined(features)
         self._rows = self._features.rows()
         self._adapted = self._features.adapted.cpu().numpy()
@@ -234,7 +242,9 @@ class Review:
             of_classes, names = [*of_classes, *of_none], [*names, *[classifier.unknown_label] * len(of_none)]
         if of_classes:
             shots = Features.joined(self._rows[picture] for picture in of_classes)
-            classifier = copy.copy(classifier).partial_fit(shots, names)
+            # The regions of one photograph are left out together, as in `fit`.
+            photographs = [self._places[picture][0] for picture in of_classes] if len(self._columns) > 2 else None
+            classifier = copy.copy(classifier).partial_fit(shots, names, groups=photographs)
         predictions = classifier.predict_all(self._features)
         classes = [str(label) for label in classifier.classes_.tolist()]
         best = predictions.probabilities.argmax(axis=1)
@@ -248,54 +258,68 @@ class Review:
         """The table of labels as CSV, with whole paths; below ``folder``, paths from there."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
-        given = {_place(self.paths[picture]): label for picture, label in self.labels.items()}
+        given = {self._places[picture]: label for picture, label in self.labels.items()}
         rows = {**self._other_rows, **given}.items()
-        writer.writerows([_COLUMNS.split(","), *((_relative(place, folder), label) for place, label in rows)])
+        writer.writerow(self._columns)
+        writer.writerows((_relative(path, folder), *box, label) for (path, *box), label in rows)
         return file.getvalue()
 
     def _write_table(self) -> None:
-        text = self.table_text(Path(_place(self.table.parent)))
+        text = self.table_text(Path(_absolute(self.table.parent)))
         with atomic_replace(self.table) as temporary:
             temporary.write_text(text, encoding="utf-8", newline="")
 
 
-def _read_table(table: Path) -> dict[str, str]:
-    """Whole path and label of each row that an earlier review has written; none if there was no review."""
+def _read_table(table: Path, columns: list[str]) -> dict[_Place, str]:
+    """Place and label of each row that an earlier review has written; none if there was no review."""
     if not table.exists():
         return {}
     first, _, rest = table.read_text(encoding="utf-8-sig", errors="replace").partition("\n")
-    if first.strip() != _COLUMNS:
+    if first.strip() != ",".join(columns):
+        of_boxes = " of boxes" if len(columns) > 2 else ""
         raise ValueError(
-            f"{table} is no table that a review wrote, whose first line is {_COLUMNS}: name another file with -o"
+            f"{table} is no table that a review{of_boxes} wrote, whose first line is {','.join(columns)}: name another "
+            "file with -o"
         )
-    rows = labelled_rows(table, *_COLUMNS.split(",")) if rest.strip() else []
-    return {_place(table.parent / path): label for path, label in rows}
+    if not rest.strip():
+        return {}
+    if len(columns) > 2:
+        boxes = read_boxes(table)
+        return dict(zip(map(_place, boxes.regions), boxes.labels or [], strict=True))
+    return {_place(table.parent / path): label for path, label in labelled_rows(table, "path", "label")}
 
 
-def _place(path: Path) -> str:
+def _place(path: Path | Region, pixels: tuple[int, int, int, int] | None = None) -> _Place:
+    """What a row about a picture begins with; ``pixels`` is the box of a region that is not in pixels."""
+    if isinstance(path, Region):
+        return (_absolute(path.image), *(pixels if path.normalized and pixels else path.box))
+    return (_absolute(path),)
+
+
+def _absolute(path: Path) -> str:
     """A file's one absolute path; links stay."""
     return os.path.abspath(path)  # noqa: PTH100 ("a/../b.jpg" is "b.jpg")
 
 
-def _relative(place: str, folder: Path | None) -> str:
+def _relative(path: str, folder: Path | None) -> str:
     """A path from a folder that it is in, else the whole."""
-    if folder is None or not Path(place).is_relative_to(folder):
-        return place
-    inside = str(Path(place).relative_to(folder))
-    return inside if inside == inside.lstrip() else place  # readers drop white space around a cell
+    if folder is None or not Path(path).is_relative_to(folder):
+        return path
+    inside = str(Path(path).relative_to(folder))
+    return inside if inside == inside.lstrip() else path  # readers drop white space around a cell
 
 
-def _is_text(path: Path, problems: dict[Path, str]) -> bool:
+def _is_text(path: Path | Region, problems: dict[Path | Region, str]) -> bool:
     """Whether a table can have the name of a file; if not, it is entered in ``problems``."""
-    name = str(path)
+    name = str(path.image if isinstance(path, Region) else path)
     if name.encode("utf-8", "replace").decode() == name and name == name.rstrip():
         return True
     problems[path] = "its name is not valid UTF-8, or ends with a space: rename it"
     return False
 
 
-def _thumbnail(square: NDArray[np.uint8], path: Path) -> bytes:
-    """A JPEG file of a picture as the network reads it, with the aspect of its file."""
+def _thumbnail(square: NDArray[np.uint8], path: Path | Region) -> bytes:
+    """A JPEG file of a picture as the network reads it, with the aspect of its file or region."""
     sides = np.array(read_size(path))
     width, height = np.maximum(1, np.round(_THUMBNAIL * sides / sides.max()).astype(int))
     file = io.BytesIO()

@@ -53,8 +53,10 @@ MAX_PIXELS, MAX_SIDE = 178_956_970, 65_535
 #: What is done about a damaged colour profile.
 PROFILE_IGNORED = "its colour profile is damaged and was ignored, as viewers do: save it anew if its colours look wrong"
 
-
 CLOSED = "it was closed before its pixels were read: pass its path, or call load() before closing it"
+
+
+_File = str | os.PathLike[Any]
 
 
 class Square(NamedTuple):
@@ -171,25 +173,38 @@ def read_square(file: str | os.PathLike[Any] | BinaryIO, size: int, value_range:
 
 
 @whole_files
-def read_within(file: str | os.PathLike[Any], side: int, value_range: ValueRange | None = None) -> Image.Image:
-    """One image file as RGB with its own aspect, for people to look at: shrunk until no side is longer than ``side``.
+def read_within(picture: _File | Region, side: int, value_range: ValueRange | None = None) -> Image.Image:
+    """An image file, or a region of one, as RGB for people to look at: shrunk until no side is longer than ``side``.
 
-    ``value_range`` and errors as for :func:`read_square`.
+    It has its own aspect. ``value_range`` and errors as for :func:`read_square`.
     """
-    with _image_errors(), opened(file) as image:
+    with _image_errors(), opened(_file(picture)) as image:
         check_header(image)
         depth = _depth(image)
-        image.draft(None, (side, side))
-        small, _, _ = _small(_upright(image), depth, side // 2, value_range)
+        if not isinstance(picture, Region):  # whose edges are in pixels of the whole picture
+            image.draft(None, (side, side))
+        part = _upright(image)
+        if isinstance(picture, Region):
+            part = part.crop(picture.edges(*part.size))
+        small, _, _ = _small(part, depth, side // 2, value_range)
     small.thumbnail((side, side))
     return small
 
 
-def read_size(file: str | os.PathLike[Any]) -> tuple[int, int]:
-    """Width and height of an image file as it is seen, by its header; errors as for :func:`read_square`."""
-    with _image_errors(), opened(file) as image:
+def read_size(picture: _File | Region) -> tuple[int, int]:
+    """Width and height of an image file, or a region of one, as it is seen; errors as for :func:`read_square`."""
+    with _image_errors(), opened(_file(picture)) as image:
         width, height = image.size
-        return (height, width) if exif_orientation(image) > 4 else (width, height)
+        if exif_orientation(image) > 4:
+            width, height = height, width
+    if not isinstance(picture, Region):
+        return width, height
+    left, top, right, bottom = picture.edges(width, height)
+    return right - left, bottom - top
+
+
+def _file(picture: _File | Region) -> _File:
+    return picture.image if isinstance(picture, Region) else picture
 
 
 @contextmanager

@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.cli import app
+from fewshot_mahalanobis.apps.review import Review
 from fewshot_mahalanobis.checkpoints import save_checkpoint
+from fewshot_mahalanobis.images.boxes import read_boxes
+from fewshot_mahalanobis.images.region import Region
 from tests.tiny import COLOURS, adapting_model
 
 SIDES = ("x", "y", "width", "height")
@@ -260,3 +263,73 @@ def test_coco_annotations_that_predict_scored_are_learned_only_on_request(
         del entry["score"]
     scored.write_text(json.dumps(document))
     assert "3 classes (blue 3, green 3, red 3)" in run(*given)
+
+
+# ---------------------------------------------------------------- review and sort
+
+
+def regions_of(file: Path, **options: Any) -> list[Region]:
+    return read_boxes(file, **options).regions
+
+
+def test_boxes_are_reviewed_as_they_are_predicted_and_fit_reads_the_table(
+    checkpoint: Path, folder: Path, model: Path, tmp_path: Path
+) -> None:
+    (folder / "detections.json").write_text(json.dumps(megadetector(folder)))
+    classifier = SimpleCNAPSClassifier.load(model, device="cpu")
+    predicted = [row["label"] for row in table_of(run("predict", model, folder / "coco.json"))]
+    expected = "path,x,y,width,height,label\n" + "".join(
+        f"{folder / path},{x},{y},{width},{height},purple\n"
+        for path, x, y, width, height, _ in (
+            line.split(",") for line in (folder / "boxes.csv").read_text().split()[5:7]
+        )
+    )
+    for name in ("coco.json", "boxes.csv", "detections.json"):
+        table = tmp_path / f"{name}.csv"
+        review = Review(classifier, regions_of(folder / name), table)
+        assert [review.answer(picture).label for picture in range(18)] == predicted
+        review.label([4, 5], "purple")
+        assert review.table_text() == table.read_text() == expected  # the same boxes, in pixels
+        again = Review(classifier, regions_of(folder / "coco.json")[3:], table)
+        assert again.labels == {1: "purple", 2: "purple"}
+        fewer = Review(classifier, regions_of(folder / "detections.json")[5:], table)
+        assert (fewer.labels, fewer.other_rows) == ({0: "purple"}, 1)
+    out = tmp_path / "model.safetensors"
+    said = run("fit", folder / "boxes.csv", table, "-o", out, "--checkpoint", checkpoint, "--groups", "none")
+    assert "purple 2" in said
+
+
+def test_a_reviewed_region_is_shown_and_learned_with_the_others_of_its_photograph(
+    folder: Path, model: Path, tmp_path: Path
+) -> None:
+    classifier = SimpleCNAPSClassifier.load(model, device="cpu")
+    review = Review(classifier, regions_of(folder / "boxes.csv"), tmp_path / "checked.csv")
+    for picture, colour in enumerate((*COLOURS.values(),) * 6):
+        with Image.open(io.BytesIO(review.thumbnails[picture])) as thumbnail:
+            assert np.abs(np.asarray(thumbnail, float).mean((0, 1)) - colour).max() < 20
+            width, height = review.paths[picture].box[2:]  # type: ignore[union-attr]
+            assert thumbnail.size == (round(128 * width / height), 128)
+    review.label([3, 4, 6], "green")
+    assert review.classifier.fitted_head_.group_names[-3:] == [str(folder / "1.jpg")] * 2 + [str(folder / "2.jpg")]
+
+
+def test_boxes_and_whole_images_are_reviewed_apart(folder: Path, model: Path, tmp_path: Path) -> None:
+    classifier = SimpleCNAPSClassifier.load(model, device="cpu")
+    boxes, table = regions_of(folder / "boxes.csv"), tmp_path / "checked.csv"
+    with pytest.raises(ValueError, match="boxes and whole images"):
+        Review(classifier, [*boxes, folder / "0.jpg"], table)
+    Review(classifier, [folder / "0.jpg"], table).label([0], "red")
+    with pytest.raises(
+        ValueError, match=r"no table that a review of boxes wrote, whose first line is path,x,y,width,hei"
+    ):
+        Review(classifier, boxes, table)
+    assert table.read_text().splitlines()[0] == "path,label"
+    assert "--category: for files of boxes" in run("review", model, folder / "0.jpg", "--category", "animal", status=1)
+
+
+def test_sort_refuses_boxes_and_names_what_takes_them(folder: Path, model: Path, tmp_path: Path) -> None:
+    for name in ("boxes.csv", "coco.json"):
+        said = run("sort", model, folder / "0.jpg", folder / name, "-o", tmp_path / "sorted", status=1)
+        assert f"{folder / name} has boxes, and sort puts whole images into folders" in said
+        assert "predict" in said
+        assert not (tmp_path / "sorted").exists()

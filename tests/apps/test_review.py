@@ -223,7 +223,7 @@ def test_files_that_no_table_can_name_and_those_that_are_no_pictures_are_left_ou
     review.label([0, 1], "red")
     again = Review(coloured_classifier(), review.paths, tmp_path / "checked.csv")
     assert again.labels == {0: "red", 1: "red"}
-    with pytest.raises(ValueError, match="none of the 1 files can be read"):
+    with pytest.raises(ValueError, match="none of the 1 images can be read"):
         Review(coloured_classifier(), [tmp_path / "notes.png"], tmp_path / "checked.csv")
 
 

@@ -16,6 +16,7 @@ from fewshot_mahalanobis.images import picture
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.picture import read_size, read_square_array, read_within, to_square_array
+from fewshot_mahalanobis.images.region import Region
 from tests.images.icc import ADOBE_RGB, DISPLAY_P3, LINEAR_GREY, SRGB, in_space
 
 SIZE = 32
@@ -141,6 +142,15 @@ def test_a_picture_to_look_at_has_its_own_aspect_and_no_longer_side(
         shown = read_within(file, side)
         assert shown.size == (expected if orientation == 1 else expected[::-1])
         assert np.abs(np.asarray(shown).astype(int) - upright.resize(shown.size, Image.Resampling.BICUBIC)).mean() < 2
+    region = Region(file, (100, 50, 200, 120), margin=0.25)
+    cropped = upright.crop((50, 20, 350, 200))
+    assert read_size(region) == cropped.size == (300, 180)
+    shown = read_within(region, 100)
+    assert shown.size == (100, 60)
+    assert np.abs(np.asarray(shown).astype(int) - cropped.resize((100, 60), Image.Resampling.BICUBIC)).mean() < 4
+    for read in (read_size, lambda region: read_within(region, 100)):
+        with pytest.raises(ImageError, match="reaches beyond the picture"):
+            read(Region(file, (500, 300, 200, 200)))
     (tmp_path / "cut.jpg").write_bytes(file.read_bytes()[:2000])
     for read in (read_size, lambda path: read_within(path, 300)):
         with pytest.raises(ImageError):
