@@ -6,13 +6,12 @@ metric of the task and allows for its being alone. The term that they add to the
     a(x) = max_i l_i(x) - max_k l_k(x),
 
 by how much the nearest of them, i, is nearer to a query than the nearest class, k, in logits l of the head. Where the
-head's logits are logarithms of probabilities, it is the log-odds of the two. It is at least what it is for a support
-example and the nearest class but its own, at the median: of examples farther away it would measure noise alone.
+head's logits are logarithms of probabilities, it is the log-odds of the two. It counts as at least what it is for a
+support example and the nearest class but its own, at the median: of examples farther away it would measure noise alone.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -24,21 +23,22 @@ from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.unknown import NEGATIVES, Similarity
 
 #: Weight of the term, of which the head's own has 1 and all others 4; from validation classes.
-_WEIGHT = 4.0
+_WEIGHT = 3.0
 
 
 def similarity_to_negatives(
     head: Head[Any], negatives: Features, support: Features, labels: Tensor, groups: Tensor | None
 ) -> Similarity:
     """Term of the outlier score that examples of no class add, given the support set and its settled head."""
-    most = math.inf
-    if _ways(labels) > 1:
-        with torch.no_grad():
-            logits = head.logits(head.fit_groups(support.adapted, labels, groups), support.adapted).double()
-        best = logits.topk(2, dim=1).values
-        most = float((best[:, 0] - best[:, 1]).median())
-    margin = MarginHead(head, negatives.adapted, groups, most)
-    return Similarity(NEGATIVES, margin, lambda features: features.adapted, _WEIGHT)
+    margin = Similarity(
+        NEGATIVES, MarginHead(head, negatives.adapted, groups), lambda features: features.adapted, _WEIGHT
+    )
+    if _ways(labels) == 1:
+        return margin
+    with torch.no_grad():
+        logits = head.logits(head.fit_groups(support.adapted, labels, groups), support.adapted).double()
+    best = logits.topk(2, dim=1).values
+    return margin._replace(most=float((best[:, 0] - best[:, 1]).median()))
 
 
 class MarginHead(Head[Any]):
@@ -52,15 +52,11 @@ class MarginHead(Head[Any]):
         Features of m >= 1 examples of no class.
     groups : int64 Tensor of shape (n,), optional
         Copies in the support set.
-    most : float
-        Largest logit; by default there is none.
     """
 
-    def __init__(
-        self, head: Head[Any], negatives: Tensor, groups: Tensor | None = None, most: float = math.inf
-    ) -> None:
+    def __init__(self, head: Head[Any], negatives: Tensor, groups: Tensor | None = None) -> None:
         super().__init__()
-        self.head, self.negatives, self.groups, self.most = head, negatives, groups, most
+        self.head, self.negatives, self.groups = head, negatives, groups
 
     def fit(self, support_features: Tensor, support_labels: Tensor) -> tuple[Any, int]:
         """Return the state of the head on both kinds of examples, and the number k of classes."""
@@ -68,7 +64,7 @@ class MarginHead(Head[Any]):
 
     def logits(self, state: tuple[Any, int], query_features: Tensor) -> Tensor:
         """Logits (m, 1) of queries (m, d)."""
-        return _margins(self.head.logits(state[0], query_features), state[1], self.most)
+        return _margins(self.head.logits(state[0], query_features), state[1])
 
     def leave_one_out_logits(
         self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None
@@ -79,11 +75,11 @@ class MarginHead(Head[Any]):
         if self.head.distance_power == 2:
             shrink = left_out_shrinkage(support_labels, groups).to(logits.device)
             logits = as_far_as_queries(logits.double(), support_labels, shrink, torch.zeros_like(shrink))
-        return _margins(logits, _ways(support_labels), self.most)
+        return _margins(logits, _ways(support_labels))
 
     def export(self, state: tuple[Any, int]) -> nn.Module:
         """Return the logit as a module, in float32."""
-        return _ExportedMargin(self.head.export(state[0]), state[1], self.most)
+        return _ExportedMargin(self.head.export(state[0]), state[1])
 
     def _both(self, features: Tensor, labels: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Support examples, then those of no class: each is a class, and a group, of its own."""
@@ -96,19 +92,18 @@ class MarginHead(Head[Any]):
 
 
 class _ExportedMargin(nn.Module):
-    def __init__(self, head: nn.Module, ways: int, most: float) -> None:
+    def __init__(self, head: nn.Module, ways: int) -> None:
         super().__init__()
-        self.head, self.ways, self.most = head, ways, most
+        self.head, self.ways = head, ways
 
     def forward(self, features: Tensor) -> Tensor:
-        return _margins(self.head(features), self.ways, self.most)
+        return _margins(self.head(features), self.ways)
 
 
 def _ways(labels: Tensor) -> int:
     return int(labels.max()) + 1
 
 
-def _margins(logits: Tensor, ways: int, most: float) -> Tensor:
+def _margins(logits: Tensor, ways: int) -> Tensor:
     """Logits of classes and of single examples (m, k + m') -> (m, 1)."""
-    margins = logits[:, :ways].amax(dim=1, keepdim=True) - logits[:, ways:].amax(dim=1, keepdim=True)
-    return margins.clamp(max=most)
+    return logits[:, :ways].amax(dim=1, keepdim=True) - logits[:, ways:].amax(dim=1, keepdim=True)

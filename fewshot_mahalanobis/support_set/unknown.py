@@ -105,6 +105,11 @@ class Similarity(NamedTuple):
     head: Head[Any]
     of: Callable[[Features], Tensor]
     weight: float  # w_j
+    most: float = math.inf  # larger similarities count as this
+
+    def limited(self, similarities: Tensor) -> Tensor:
+        """Similarities as they count."""
+        return similarities if self.most == math.inf else similarities.clamp(max=self.most)
 
 
 def _cube_roots(features: Features) -> Tensor:
@@ -169,7 +174,10 @@ class OutlierScore:
         if self.units is None:
             return self.of_head(logits)
         device = logits.device
-        terms = {term.name: term.head.logits(state, term.of(features).to(device)) for term, state in self._terms}
+        terms = {
+            term.name: term.limited(term.head.logits(state, term.of(features).to(device)))
+            for term, state in self._terms
+        }
         return standardised_sum({HEAD: logits, **terms}, self.units)
 
     def export(self) -> nn.Module:
@@ -208,14 +216,13 @@ class OutlierScore:
         if len(left_out) == 1:
             scores = cls.of_head(left_out[HEAD])
             return cls(rejection_threshold(scores, false_rejection_rate, groups), None, support, labels)
-        weights = None if groups is None else group_weights(groups)
-        units, n = (
-            score_units(left_out, similarities, weights),
-            len(left_out[HEAD]) if weights is None else float(weights.sum()),
-        )
+        one_each = torch.ones(len(left_out[HEAD]), dtype=torch.float64)
+        weights = one_each if groups is None else group_weights(groups)
+        units, n = score_units(left_out, similarities, weights), float(weights.sum())
+        limited = {HEAD: left_out[HEAD], **{term.name: term.limited(left_out[term.name]) for term in similarities}}
         # The units come from the left-out examples themselves: their squared deviations from the mean are
         # (1 - 1 / n) s_j^2 on average, those of queries (1 + 1 / n) s_j^2.
-        scores = standardised_sum(left_out, units) * math.sqrt((n + 1) / (n - 1))
+        scores = standardised_sum(limited, units) * math.sqrt((n + 1) / (n - 1))
         return cls(rejection_threshold(scores, false_rejection_rate, groups), units, support, labels, similarities)
 
 
@@ -232,7 +239,9 @@ class _ExportedScore(nn.Module):
     def forward(self, logits: Tensor, features: Features) -> Tensor:
         if self.units is None:
             return -logits.amax(dim=1)
-        terms = {term.name: head(term.of(features)) for head, term in zip(self.heads, self.terms, strict=True)}
+        terms = {
+            term.name: term.limited(head(term.of(features))) for head, term in zip(self.heads, self.terms, strict=True)
+        }
         terms[HEAD] = logits
         return torch.stack([(-terms[name].amax(dim=1) - m) / s for name, (m, s) in self.units.items()]).sum(0)
 
@@ -243,23 +252,20 @@ def standardised_sum(logits: Mapping[str, Tensor], units: Units) -> Tensor:
     return torch.stack(parts).sum(dim=0)
 
 
-def score_units(
-    left_out: Mapping[str, Tensor], similarities: Sequence[Similarity], weights: Tensor | None = None
-) -> Units:
+def score_units(left_out: Mapping[str, Tensor], similarities: Sequence[Similarity], weights: Tensor) -> Units:
     """m_j and s_j / w_j of every term, from its logits (n, k) of n >= 2 left-out examples with ``weights`` (n,).
 
-    s_j is 1 if all scores are equal but for rounding, as cosines of copies are.
+    s_j is 1 if all scores are equal but for rounding, as cosines of copies are. The mean is that of scores as they
+    count, the deviation that of all: where nearly all are at the limit, the others say nothing of how scores vary.
     """
-    units, factors = Units(), {HEAD: 1.0, **{term.name: term.weight for term in similarities}}
+    units, terms, n = Units(), {term.name: term for term in similarities}, float(weights.sum())
     for name, logits in left_out.items():
+        limited, factor = (logits, 1.0) if name == HEAD else (terms[name].limited(logits), terms[name].weight)
         score = OutlierScore.of_head(logits)
-        if weights is None:
-            mean, std = float(score.mean()), float(score.std())
-        else:
-            n = float(weights.sum())
-            mean = float(weights @ score) / n
-            std = math.sqrt(float(weights @ (score - mean).square()) / (n - 1))
-        units[name] = mean, (std if std > 1e-6 * abs(mean) else 1.0) / factors[name]
+        mean = float(weights @ score) / n
+        std = math.sqrt(float(weights @ (score - mean).square()) / (n - 1))
+        unit = std if std > 1e-6 * abs(mean) else 1.0
+        units[name] = float(weights @ OutlierScore.of_head(limited)) / n, unit / factor
     return units
 
 

@@ -120,6 +120,31 @@ def test_their_term_of_left_out_examples_is_that_of_refits(name: str, groups: to
         torch.testing.assert_close(found[i : i + 1], expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("groups", [None, [i // 10 * 5 + i % 5 for i in range(25)]])
+@pytest.mark.parametrize("negatives", ["like", "far"])
+def test_their_term_is_limited_and_its_unit_is_that_of_all_left_out_examples(
+    negatives: str, groups: list[int] | None
+) -> None:
+    task = gaussian_task(7)
+    X, y = np.concatenate([task["X"], task[negatives]]), np.concatenate([task["y"], np.full(9, -1)])
+    names = None if groups is None else [*groups, *range(100, 109)]
+    classifier = MahalanobisClassifier(unknown_label=-1, false_rejection_rate=0.1).fit(X, y, groups=names)
+    head = classifier.fitted_head_
+    margin = MarginHead(head.settled, torch.tensor(task[negatives]), head.groups)
+    left_out = -margin.leave_one_out_logits(head.support.adapted, head.labels, head.groups)[:, 0].numpy()
+    logits = np.sort(head.logits(head.support.adapted).numpy())
+    least = -np.sort(logits[:, -1] - logits[:, -2])[12]
+    assert negatives == "like" or (left_out < least).any()
+    weights = np.ones(25) if groups is None else 1 / np.bincount(groups)[groups]
+    n = weights.sum()
+    deviation = np.sqrt(weights @ (left_out - weights @ left_out / n) ** 2 / (n - 1))
+    assert head.outliers is not None
+    assert head.outliers.units is not None
+    mean, unit = head.outliers.units["negatives"]
+    np.testing.assert_allclose(unit, deviation / 3, rtol=1e-6)
+    np.testing.assert_allclose(mean, weights @ left_out.clip(least) / n, rtol=1e-6)
+
+
 # ---------------------------------------------------------------- as an estimator
 
 
