@@ -212,19 +212,19 @@ def choose_plda_settings(features: Tensor, labels: Tensor, groups: Tensor | None
         return PldaSettings(unit * 10**_ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, 0.0, _ONE_SHOT_SCALE, "task")
     if len(counts) == 1:
         return _at_centre(unit)
-    power, left_out = _chosen_power(x, labels, groups) if bool((x >= 0).all()) else (1.0, None)
+    power, likelihood = _chosen_power(x, labels, groups) if bool((x >= 0).all()) else (1.0, None)
     x = to_power(x, power)
     unit = float(x.var(dim=0).mean())
-    if left_out is None or len(counts) > _POWER_CLASSES:
-        left_out = _Likelihood(x, labels, groups)
+    if likelihood is None or len(counts) > _POWER_CLASSES:
+        likelihood = _Likelihood(x, labels, groups)
     settings = _at_centre(unit, power)
-    fits = [left_out.fitted(replace(settings, beta=unit * 10**exponent))[1] for exponent in _BETA_PRIOR.candidates]
-    settings = replace(settings, beta=unit * 10 ** _BETA_PRIOR.mean([loss * left_out.examples for loss in fits]))
-    worth = effective_counts(labels, groups)[0]
+    fits = [likelihood.fitted(replace(settings, beta=unit * 10**exponent))[1] for exponent in _BETA_PRIOR.candidates]
+    settings = replace(settings, beta=unit * 10 ** _BETA_PRIOR.mean([loss * likelihood.examples for loss in fits]))
+    worth = likelihood.left_out.worth
     if float(worth.min()) == float(worth.max()):
-        return left_out.fitted(settings)[0]
-    losses = [left_out.class_loss(settings, share) * _CLASS_EXAMPLES for share in _SHARE_PRIOR.candidates]
-    return left_out.fitted(settings, _SHARE_PRIOR.mean(losses))[0]
+        return likelihood.fitted(settings)[0]
+    losses = [likelihood.class_loss(settings, share) * _CLASS_EXAMPLES for share in _SHARE_PRIOR.candidates]
+    return likelihood.fitted(settings, _SHARE_PRIOR.mean(losses))[0]
 
 
 def _at_centre(variance: float, power: float = 1.0) -> PldaSettings:

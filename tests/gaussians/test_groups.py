@@ -270,6 +270,13 @@ def test_one_group_a_class_is_like_one_example_a_class() -> None:
     assert choose_beta(CovarianceSettings("auto"), features, labels, labels).ridge == pytest.approx(variance)
 
 
+def test_copies_make_classes_of_one_size_unequal() -> None:
+    features, labels, _ = make_task(6, [4, 4], 8, dtype=torch.float64)
+    assert choose_plda_settings(features, labels).freedom == 0
+    copies = torch.tensor([0, 0, 1, 0, 2, 3, 4, 5])  # three of the first class
+    assert choose_plda_settings(features, labels, copies).freedom > 0
+
+
 def test_helpers_of_groups() -> None:
     labels, groups = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([7, 7, 3, 3, 5, 9])
     assert joined_groups(None) is None
