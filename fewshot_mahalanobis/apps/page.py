@@ -102,7 +102,9 @@ _CSS = """
 
 #: Presses of a label, once more to take it back, and names that are typed go to the server.
 _SCRIPT = """
-const say = (control, label) => trigger("input", {picture: Number(control.closest(".answer").dataset.picture), label});
+const say = (control, label) => trigger("input", {
+    picture: Number(control.closest(".answer").dataset.picture), label, typed: control.matches("input")
+});
 element.addEventListener("click", event => {
     const pressed = event.target.closest("button[data-label]");
     if (!pressed) return;
@@ -276,13 +278,12 @@ def make_page(start: SimpleCNAPS | SimpleCNAPSClassifier, *, device: str = "auto
 
         def on_mark(session: Session | None, place: int, event: gr.EventData) -> dict[Any, Any]:
             session = session_of(session)
-            known = {*session.counts(), *session.marks.values(), session.none}
             try:
                 session.mark(event.picture, event.label)
             except ValueError as error:
                 return answers_shown(session, place, str(error))
-            # The page has marked what was pressed itself; a name that was typed becomes a choice.
-            return marks_shown(session) if event.label in (None, *known) else answers_shown(session, place)
+            # The page itself has marked what was pressed; a name that was typed becomes a choice.
+            return answers_shown(session, place) if event.typed else marks_shown(session)
 
         def on_learn(session: Session | None, place: int) -> dict[Any, Any]:
             session = session_of(session)

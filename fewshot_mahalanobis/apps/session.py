@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -262,7 +263,8 @@ class Session:
             classifier = SimpleCNAPSClassifier(
                 self.start, device=self.device, unknown_label=self.none, false_rejection_rate=rate
             )
-            return classifier.fit(_seen(images), names)
+            with suppress(ValueError):  # all of them are copies: nothing can be left out, so nothing is rejected
+                return classifier.fit(_seen(images), names)
         if len(counts) < 2:
             return None
         of_classes = [index for index, name in enumerate(names) if name != self.none]

@@ -283,6 +283,12 @@ def test_a_round_of_corrections_is_learned_at_once_and_those_of_no_class_too(tmp
             answers.nth(0).locator("input").press("Enter")
             expect(answers.nth(0).get_by_role("button", name="purple", pressed=True)).to_be_visible()
             assert visit.locator("#classes-known option[value=purple]").count() == 1  # offered where others are typed
+            answers.nth(1).get_by_role("button", name="blue", exact=True).click()
+            expect(marked).to_have_text("6 pictures have your labels.")
+            answers.nth(1).locator("input").fill("purple ")
+            answers.nth(1).locator("input").press("Enter")
+            expect(answers.nth(1).get_by_role("button", pressed=True)).to_have_text(["purple"])
+            answers.nth(1).get_by_role("button", name="purple").click()
             expect(marked).to_have_text("5 pictures have your labels.")
             visit.reload()
             expect(answers.nth(1).get_by_role("button", name="green", exact=True, pressed=True)).to_be_visible()

@@ -314,6 +314,21 @@ def test_pictures_of_no_class_wait_until_something_can_be_rejected(files: dict[s
     assert session.classifier.fitted_head_.negatives is not None
 
 
+def test_copies_of_one_picture_count_as_one(files: dict[str, list[str]], tmp_path: Path) -> None:
+    again = tmp_path / "again.png"
+    again.write_bytes(Path(files["blue"][0]).read_bytes())
+    session = Session(tiny_model(), device="cpu")
+    session.add("blue", [files["blue"][0], str(again)])
+    assert session.counts() == {"blue": 2}
+    assert session.classifier is None  # there is nothing to leave out, and so no threshold
+    session.add("red", files["red"][:1])
+    session.ask(files["green"])
+    assert not any(answer.unknown for answer in session.answers)
+    session.add("blue", files["blue"][1:])
+    assert session.classifier is not None
+    assert session.classifier.threshold_ is not None
+
+
 def test_a_model_file_learns_of_no_class_by_its_own_label_or_says_that_it_cannot(files: dict[str, list[str]]) -> None:
     start = tiny_classifier(unknown_label="?", false_rejection_rate=0.2).partial_fit(files["green"][:1], ["?"])
     session = Session(start)
