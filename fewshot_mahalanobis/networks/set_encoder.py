@@ -204,6 +204,7 @@ def _combined(means: Tensor, variances: Tensor, dim: int) -> tuple[Tensor, Tenso
 
 
 def _normalised(maps: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """ReLU of scale * maps + shift, by the fused BatchNorm with statistics 0 and 1."""
-    mean, variance = torch.zeros_like(scale), torch.ones_like(scale)
-    return F.relu_(F.batch_norm(maps, mean, variance, scale, shift, training=False, eps=0.0))
+    """ReLU of scale * maps + shift, by the fused BatchNorm with mean 0 and variance 1, epsilon included."""
+    eps = 2.0**-10  # PyTorch 2.11 refuses 0. In float32, 1 - eps and its sum with eps are exact
+    mean, variance = torch.zeros_like(scale), torch.full_like(scale, 1 - eps)
+    return F.relu_(F.batch_norm(maps, mean, variance, scale, shift, training=False, eps=eps))
