@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -105,6 +107,22 @@ def native_bfloat16(device: torch.device) -> bool:
     # Older versions of torch have these functions instead, some of them only one.
     questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, question, lambda: False)() for question in questions)
+
+
+@contextmanager
+def without_cudnn(device: torch.device) -> Iterator[None]:
+    """On a GPU, compute the convolutions of this block, and of its backward pass, by PyTorch's own kernels.
+
+    cuDNN plans each convolution anew for another number of images, which takes seconds for a network of depthwise and
+    1 x 1 convolutions. These need nothing of cuDNN (benchmarks/results/speed.md).
+    """
+    before = torch.backends.cudnn.enabled
+    if device.type == "cuda":
+        torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def on_cpu(value: Any) -> Any:

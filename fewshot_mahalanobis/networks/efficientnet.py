@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis.networks.extractor import FrozenNetwork
 from fewshot_mahalanobis.networks.film import Film
-from fewshot_mahalanobis.networks.folding import Conv2dSame, FoldedConv
+from fewshot_mahalanobis.networks.folding import Conv2dSame, FoldedConv, PointwiseConv2d
 from fewshot_mahalanobis.networks.norms import affine_norms
 from fewshot_mahalanobis.networks.pooling import Maps, Pooling, Statistic
 
@@ -74,7 +74,7 @@ class DepthwiseSeparable(nn.Module):
         self.activation = network.activation
         self.conv_dw, self.bn1 = network.spatial(before, before, 3, 1, groups=before), _norm(before)
         self.se = network.squeeze(before, before)
-        self.conv_pw, self.bn2 = nn.Conv2d(before, after, 1, bias=False), _norm(after)
+        self.conv_pw, self.bn2 = PointwiseConv2d(before, after, 1, bias=False), _norm(after)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (n, C_in, h, w) -> maps (n, C, h, w)."""
@@ -91,10 +91,10 @@ class InvertedBottleneck(nn.Module):
         super().__init__()
         wide = before * _EXPANSION
         self.activation, self.skips = network.activation, stride == 1 and before == after
-        self.conv_pw, self.bn1 = nn.Conv2d(before, wide, 1, bias=False), _norm(wide)
+        self.conv_pw, self.bn1 = PointwiseConv2d(before, wide, 1, bias=False), _norm(wide)
         self.conv_dw, self.bn2 = network.spatial(wide, wide, kernel, stride, groups=wide), _norm(wide)
         self.se = network.squeeze(wide, before)
-        self.conv_pwl, self.bn3 = nn.Conv2d(wide, after, 1, bias=False), _norm(after)
+        self.conv_pwl, self.bn3 = PointwiseConv2d(wide, after, 1, bias=False), _norm(after)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
@@ -127,7 +127,7 @@ class EfficientNetLayers(nn.Module):
             )
             width = maps
         self.blocks = nn.Sequential(*stages)
-        self.conv_head, self.bn2 = nn.Conv2d(width, _FEATURES, 1, bias=False), _norm(_FEATURES)
+        self.conv_head, self.bn2 = PointwiseConv2d(width, _FEATURES, 1, bias=False), _norm(_FEATURES)
 
     def spatial(self, before: int, after: int, kernel: int, stride: int, groups: int = 1) -> nn.Conv2d:
         """A convolution larger than 1 x 1, without bias."""

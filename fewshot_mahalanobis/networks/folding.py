@@ -32,6 +32,19 @@ class Conv2dSame(nn.Conv2d):
         return total // 2, total - total // 2
 
 
+class PointwiseConv2d(nn.Conv2d):
+    """A convolution of 1 x 1. On a GPU it is a matrix product, see :func:`pointwise`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps (n, C_in, h, w) -> maps (n, C, h, w)."""
+        return pointwise(input, self.weight, self.bias) if input.is_cuda else super().forward(input)
+
+
+def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution of 1 x 1 as a matrix product over all positions, which copies nothing of maps in channels_last."""
+    return F.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
+
+
 #: Activation -> its name and its numbers in oneDNN, and the function. ReLU6 is not in place, as that form
 #: would take half of the time of an ONNX export.
 _ACTIVATIONS: dict[str, tuple[str, list[float], Callable[[Tensor], Tensor]]] = {
@@ -89,7 +102,10 @@ class FoldedConv(nn.Module):
             return torch.ops.mkldnn._convolution_pointwise.binary(
                 x, shortcut, *settings, "add", 1.0, unary, numbers, ""
             )
-        y = F.conv2d(x, weight, self.bias, self.stride, self.padding, 1, self.groups)
+        if x.is_cuda and weight.shape[2:] == (1, 1) and self.stride == (1, 1) and self.groups == 1:
+            y = pointwise(x, weight, self.bias)
+        else:
+            y = F.conv2d(x, weight, self.bias, self.stride, self.padding, 1, self.groups)
         return activate(y if shortcut is None else y.add_(shortcut))
 
     def _weight_for_onednn(self, x: Tensor, weight: Tensor) -> Tensor:

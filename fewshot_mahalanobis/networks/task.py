@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from fewshot_mahalanobis.networks.devices import device_of
+from fewshot_mahalanobis.networks.devices import device_of, without_cudnn
+from fewshot_mahalanobis.networks.efficientnet import EfficientNet
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.set_encoder import in_batches
@@ -57,6 +59,7 @@ class AdaptedNetwork:
         with self._own_precision():
             self.extractor = extractor.for_inference(film, dtype)
         self.projection = projection
+        self._without_cudnn = isinstance(extractor, EfficientNet)
 
     @torch.no_grad()
     def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
@@ -77,8 +80,9 @@ class AdaptedNetwork:
         return torch.cat(map_in_threads(self._extracted, images.split(min(batch_size, largest, of_each_thread))))
 
     def _extracted(self, images: Tensor) -> Tensor:
-        with self._own_precision():
-            features: Tensor = self.extractor(channels_last(images.to(self.device, self.dtype)))
+        images = channels_last(images.to(self.device, self.dtype))
+        with self._own_precision(), without_cudnn(self.device) if self._without_cudnn else nullcontext():
+            features: Tensor = self.extractor(images)
         return features
 
     def _own_precision(self) -> torch.autocast:

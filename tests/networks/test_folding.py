@@ -11,8 +11,10 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from fewshot_mahalanobis.networks.folding import Conv2dSame, FoldedConv
+from fewshot_mahalanobis.networks.devices import without_cudnn
+from fewshot_mahalanobis.networks.folding import Conv2dSame, FoldedConv, pointwise
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "relu6"])
@@ -115,3 +117,33 @@ def test_a_convolution_that_has_run_can_be_copied_and_pickled():
     wanted = convolution(x)
     for other in (copy.deepcopy(convolution), pickle.loads(pickle.dumps(convolution))):
         assert torch.equal(other(x), wanted)
+
+
+def test_a_matrix_product_is_a_convolution_of_1x1_with_its_gradients():
+    x, weight, bias = torch.rand(3, 5, 4, 6) - 0.5, torch.rand(7, 5, 1, 1) - 0.5, torch.rand(7)
+    results = []
+    for convolve in (pointwise, F.conv2d):
+        parts = [part.clone().requires_grad_() for part in (x, weight, bias)]
+        parts[0] = parts[0].detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+        y = convolve(*parts)
+        y.square().sum().backward()
+        results.append([y, *(part.grad for part in parts)])
+    assert results[0][0].is_contiguous(memory_format=torch.channels_last)
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("device", "enabled"), [("cuda", False), ("cpu", True)])
+def test_cudnn_is_switched_off_for_a_gpu_and_comes_back_after_an_error(device, enabled):
+    assert torch.backends.cudnn.enabled
+    found = []
+
+    def fails():
+        with without_cudnn(torch.device(device)):
+            found.append(torch.backends.cudnn.enabled)
+            raise RuntimeError("in the block")
+
+    with pytest.raises(RuntimeError, match="in the block"):
+        fails()
+    assert found == [enabled]
+    assert torch.backends.cudnn.enabled

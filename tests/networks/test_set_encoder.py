@@ -35,6 +35,19 @@ def plain(encoder: SetEncoder, x: torch.Tensor) -> torch.Tensor:
     return x.mean(dim=(2, 3)).mean(dim=0)
 
 
+def test_no_epsilon_of_zero_reaches_batch_norm_which_pytorch_2_11_refuses(encoder, monkeypatch):
+    seen, batch_norm = [], F.batch_norm
+
+    def watched(*arguments, eps, **settings):
+        seen.append(eps)
+        return batch_norm(*arguments, eps=eps, **settings)
+
+    monkeypatch.setattr(F, "batch_norm", watched)
+    encoder(images(3))
+    assert seen
+    assert min(seen) > 0
+
+
 @pytest.mark.parametrize("batch_size", [None, 1, 3, 7, 20])
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("size", [40, 33])

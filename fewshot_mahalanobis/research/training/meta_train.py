@@ -26,8 +26,8 @@ from tqdm.auto import tqdm
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.checkpoints.restore import checked_settings
-from fewshot_mahalanobis.networks.devices import choose_dtype, precision_name
-from fewshot_mahalanobis.networks.efficientnet import LITE0
+from fewshot_mahalanobis.networks.devices import choose_dtype, precision_name, without_cudnn
+from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
 from fewshot_mahalanobis.networks.generators import LayerGenerator
 from fewshot_mahalanobis.networks.pooling import read_statistics
 from fewshot_mahalanobis.networks.pretrained import is_pretrained_name, pretrained_extractor
@@ -248,7 +248,9 @@ def meta_train(
     tasks = iter(remaining(training, *numbers, accelerator, workers=workers))
     reported = time.monotonic()
     bar = tqdm(range(start, steps), total=steps, initial=start, disable=not progress, desc="meta-train", unit="step")
-    with stopped_between_steps(accelerator) as stop:
+    separable = isinstance(model.feature_extractor, EfficientNet)
+    kernels = without_cudnn(accelerator.device) if separable else nullcontext()
+    with stopped_between_steps(accelerator) as stop, kernels:
         for step in bar:
             state.optimizer.zero_grad(set_to_none=True)
             means = _back_propagate(network, learner, islice(tasks, share), share, recipe, accelerator, dtype)
