@@ -8,8 +8,9 @@ const rows = table => table.map(row => Float64Array.from(row));
 
 const results = JSON.parse(readFileSync(tasks, "utf8")).map(task => {
   const support = {features: rows(task.features), unadapted: rows(task.unadapted), labels: task.labels,
-    groups: task.groups};
-  const fitted = FittedHead.fit(support, {temperature: task.temperature, falseRejectionRate: 0.2, reject: task.reject});
+    groups: task.groups, negatives: rows(task.negatives)};
+  const {temperature, reject, priors} = task;
+  const fitted = FittedHead.fit(support, {temperature, falseRejectionRate: 0.2, reject, priors});
   const groups = task.groups ?? [...task.labels.keys()];
   const decisions = task.queries.map((query, index) =>
     fitted.predict(Float64Array.from(query), Float64Array.from(task.unadapted_queries[index])));
@@ -19,6 +20,7 @@ const results = JSON.parse(readFileSync(tasks, "utf8")).map(task => {
     temperature: fitted.temperature,
     outliers: fitted.outliers,
     logits: decisions.map(one => logits(one.logits)),
+    labels: decisions.map(one => one.label),
     probabilities: decisions.map(one => [...one.probabilities]),
     scores: decisions.map(one => one.score),
     unknown: decisions.map(one => one.unknown),

@@ -14,7 +14,7 @@ Numbers = NDArray[np.float64]
 
 
 def write_tasks(path: Path) -> None:
-    """Write all tasks as JSON: features (n, d), labels, groups or null, queries, and how to calibrate."""
+    """Write all tasks as JSON: features (n, d), labels, groups or null, examples of no class, queries, how to fit."""
     path.write_text(json.dumps([*map(_plain, head_tasks())]))
 
 
@@ -35,6 +35,16 @@ def head_tasks() -> list[dict[str, Any]]:
         _task("groups across classes", [4, 4, 3], 16, groups=[0, 1, 2, 3, 0, 4, 5, 6, 0, 1, 7], reject=True),
         _task("a group that is a class", [2, 4, 3], 16, groups=[0, 0, 1, 2, 3, 0, 4, 4, 5], reject=True),
         _task("every class one group", [2, 3], 12, groups=[0, 0, 1, 1, 1]),
+        _task("examples of no class", [4, 5, 6], 24, reject=True, negatives=5),
+        _task("examples of no class and skewed features", [3, 3, 4, 6], 16, positive=True, reject=True, negatives=3),
+        _task(
+            "one example of no class, and copies", [6, 4, 5], 24, groups=copied, copies=True, reject=True, negatives=1
+        ),
+        _task("more examples than features, some of no class", [20, 30, 25], 8, reject=True, negatives=12),
+        _task("examples of no class beside one class", [7], 12, reject=True, negatives=4),
+        _task("one class that is rejected", [5], 10, reject=True),
+        _task("priors", [3, 5, 4], 16, priors=[0.7, 0.1, 0.2]),
+        _task("priors, one of them zero, and none", [4, 4, 4], 16, reject=True, negatives=3, priors=[0.5, 0.0, 0.5]),
         _task("examples that are all equal", [3, 3], 12, noise=0.0, distance=0.0),
     ]
 
@@ -55,6 +65,8 @@ def _task(
     temperature: float | str = "auto",
     noise: float = 1.0,
     distance: float = 0.9,
+    negatives: int = 0,
+    priors: list[float] | None = None,
 ) -> dict[str, Any]:
     rng = np.random.default_rng([*name.encode()])
     labels = np.repeat(np.arange(len(shots)), shots)
@@ -71,6 +83,8 @@ def _task(
         nearly = features[[first[group] for group in groups or []]]
         features = nearly + 1e-3 * rng.normal(size=nearly.shape)
     queries = np.concatenate([drawn(rng.permutation(labels)[:6]), 3 * rng.normal(size=(2, width)) ** 2])
+    of_none = 1.5 * rng.normal(size=(negatives, width))
+    of_none = np.exp(of_none) if positive else of_none
     mixing = rng.normal(size=(width, width)) / np.sqrt(width)
     return {
         "name": name,
@@ -78,10 +92,13 @@ def _task(
         "unadapted": features @ mixing,
         "labels": labels,
         "groups": groups,
+        "negatives": of_none,
+        "unadapted_negatives": of_none @ mixing,
         "queries": queries,
         "unadapted_queries": queries @ mixing,
         "temperature": temperature,
         "reject": reject,
+        "priors": priors,
     }
 
 

@@ -44,6 +44,10 @@ def results(tasks: Path) -> dict[str, Any]:
 
 def fitted_head(task: dict[str, Any]) -> FittedHead:
     support = Features(torch.tensor(task["features"]).double(), torch.tensor(task["unadapted"]).double())
+    negatives = None
+    if task["negatives"] and task["reject"]:
+        rows = (torch.tensor(task[name]).double() for name in ("negatives", "unadapted_negatives"))
+        negatives = Features(*rows)
     groups = task["groups"]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*cannot guarantee false_rejection_rate")
@@ -54,6 +58,8 @@ def fitted_head(task: dict[str, Any]) -> FittedHead:
             temperature=task["temperature"],
             unknown_label=-1 if task["reject"] else None,
             false_rejection_rate=0.2,
+            priors=None if task["priors"] is None else np.array(task["priors"]),
+            negatives=negatives,
             group_names=[*range(len(task["labels"]))] if groups is None else groups,
         )
 
@@ -77,6 +83,7 @@ def test_settings_logits_and_rejection_in_javascript_are_those_of_python(
     queries = Features(torch.tensor(task["queries"]).double(), torch.tensor(task["unadapted_queries"]).double())
     decisions = fitted.predict(queries)
     np.testing.assert_allclose(numbers(found["logits"]), decisions.logits, rtol=1e-4)
+    assert found["labels"] == decisions.logits.argmax(dim=1).tolist()
     probabilities = fitted.log_probabilities(decisions.logits).exp()
     np.testing.assert_allclose(found["probabilities"], probabilities, rtol=1e-4, atol=1e-12)
     left_out = fitted.settled.leave_one_out_logits(fitted.support.adapted, fitted.labels, fitted.groups)

@@ -1,5 +1,6 @@
-// The default head in JavaScript: what `gaussians/plda.py`, `gaussians/temperature.py`, `support_set/calibration.py` and
-// `support_set/unknown.py` compute, with their names, in float64. The formulas are explained there.
+// The default head in JavaScript: what `gaussians/plda.py`, `gaussians/temperature.py`, and in `support_set/`
+// `calibration.py`, `unknown.py`, `negatives.py` and `priors.py` compute, with their names, in float64. The formulas are
+// explained there.
 //
 // Features are arrays of n Float64Arrays of length d, labels arrays of n integers 0..k-1, groups arrays of n integers;
 // examples of equal number are left out together.
@@ -10,7 +11,7 @@ const ONE_SHOT_CENTRE = 1.5, ONE_SHOT_SPREAD = 0.1, ONE_SHOT_SCALE = 14.0;
 const SHARE_PRIOR = {candidates: [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], centre: 0.0, spread: 0.2}, CLASS_EXAMPLES = 5;
 const MIN_SPREAD = 1e-2, MAX_SPREAD = 1e4, MAX_LEFT_OUT = 250, POWER_CLASSES = 10, PSEUDO_EXAMPLES = 0.25;
 const FEATURE_TERMS = ["adapted_cosine", "centred_cosine", "pretrained_cosine"]; // of the outlier score
-const WEIGHTS = {head: 1.0, adapted_cosine: 1.0, centred_cosine: 1.0, pretrained_cosine: 2.0}; // w_j
+const WEIGHTS = {head: 1.0, adapted_cosine: 1.0, centred_cosine: 1.0, pretrained_cosine: 2.0, negatives: 4.0}; // w_j
 const MIN_ROUNDINGS = 2 ** 10, LARGEST_T = 10;
 
 // ---------------------------------------------------------------- vectors and matrices, as arrays of rows
@@ -20,10 +21,18 @@ const unique = values => [...new Set(values)].sort((one, other) => one - other);
 const matrix = (rows, columns) => Array.from({length: rows}, () => new Float64Array(columns));
 const scaled = (x, factors) => x.map((value, index) => value * factors[index]);
 
+/** In four sums, which a processor adds at a time. */
 function dot(one, other) {
-  let total = 0;
-  for (let i = 0; i < one.length; i++) total += one[i] * other[i];
-  return total;
+  const n = one.length, whole = n - n % 4;
+  let a = 0, b = 0, c = 0, d = 0;
+  for (let i = 0; i < whole; i += 4) {
+    a += one[i] * other[i];
+    b += one[i + 1] * other[i + 1];
+    c += one[i + 2] * other[i + 2];
+    d += one[i + 3] * other[i + 3];
+  }
+  for (let i = whole; i < n; i++) a += one[i] * other[i];
+  return a + b + (c + d);
 }
 
 /** y += factor * x */
@@ -34,6 +43,13 @@ function add(y, x, factor = 1) {
 
 const difference = (one, other) => add(Float64Array.from(one), other, -1);
 const products = (one, other) => one.map(row => Float64Array.from(other, column => dot(row, column))); // one other^T
+
+/** x x^T, of which half is computed. */
+function gramOf(x) {
+  const gram = matrix(x.length, x.length);
+  for (let i = 0; i < x.length; i++) for (let j = 0; j <= i; j++) gram[i][j] = gram[j][i] = dot(x[i], x[j]);
+  return gram;
+}
 
 /** The first row plus the mean difference from it: exact for equal rows. */
 function mean(rows) {
@@ -101,23 +117,22 @@ function eigh(symmetric) {
   return {values, vectors};
 }
 
-/** Make column k of `a` zero below the entry beside the diagonal. */
+/** Make column k of `a` zero below the entry beside the diagonal. Earlier rows and columns are, and stay, so. */
 function reflect(a, vectors, k) {
-  const n = a.length, u = new Float64Array(n);
-  for (let i = k + 1; i < n; i++) u[i] = a[i][k];
-  const length = Math.sqrt(squaredLength(u));
-  u[k + 1] += u[k + 1] > 0 ? length : -length;
+  const rest = a.slice(k).map(row => row.subarray(k)), turned = vectors.slice(k);
+  const u = Float64Array.from(rest, (row, i) => i > 0 ? row[0] : 0), length = Math.sqrt(squaredLength(u));
+  u[1] += u[1] > 0 ? length : -length;
   const half = squaredLength(u) / 2;
   if (half === 0) return;
-  const w = Float64Array.from(a, row => dot(row, u) / half);
+  const w = Float64Array.from(rest, row => dot(row, u) / half);
   add(w, u, -dot(w, u) / (2 * half));
-  const along = new Float64Array(n);
-  for (let i = 0; i < n; i++) {
-    add(a[i], w, -u[i]);
-    add(a[i], u, -w[i]);
-    add(along, vectors[i], u[i] / half);
-  }
-  for (let i = k + 1; i < n; i++) add(vectors[i], along, -u[i]);
+  const along = new Float64Array(a.length);
+  rest.forEach((row, i) => {
+    add(row, w, -u[i]);
+    add(row, u, -w[i]);
+    add(along, turned[i], u[i] / half);
+  });
+  turned.forEach((row, i) => add(row, along, -u[i]));
 }
 
 /** The last row of the block that begins at `first` and has no zero beside the diagonal. */
@@ -234,7 +249,7 @@ class Scatter {
     this.thin = rows.length < rows[0].length;
     const columns = () => Array.from(rows[0], (_, j) => Float64Array.from(rows, row => row[j]));
     const sides = this.thin ? rows : columns();
-    const {values, vectors} = eigh(products(sides, sides));
+    const {values, vectors} = eigh(gramOf(sides));
     const positive = [...values.keys()].filter(index => values[index] > 1e-12 * maximum(values));
     this.eigenvalues = Float64Array.from(positive, index => values[index]);
     this.roots = this.eigenvalues.map(Math.sqrt);
@@ -306,7 +321,7 @@ export function choosePldaSettings(features, labels, groups) {
   }
   if (maximum(labels) === 0) return atCentre(unit, 1);
   const power = features.every(row => row.every(value => value >= 0)) ? chosenPower(features, labels, groups) : 1;
-  const x = toPower(features, power), likelihood = new Likelihood(x, labels, groups), ofPower = meanVariance(x);
+  const likelihood = new Likelihood(features, labels, groups, power), ofPower = meanVariance(toPower(features, power));
   const start = atCentre(ofPower, power);
   const fits = BETA_PRIOR.candidates.map(exponent =>
     likelihood.fitted({...start, beta: ofPower * 10 ** exponent}).loss * likelihood.examples);
@@ -337,17 +352,18 @@ function chosenPower(features, labels, groups) {
   const few = [...labels.keys()].filter(index => classes.includes(labels[index]));
   const fewLabels = few.map(index => classes.indexOf(labels[index])), fewGroups = few.map(index => groups[index]);
   if (maximum(remainingExamples(fewLabels, fewGroups)) === 0) return 1;
+  const x = few.map(index => features[index]);
   const [loss, lossOfRoots] = [1, 0.5].map(power => {
-    const x = toPower(few.map(index => features[index]), power);
-    return new Likelihood(x, fewLabels, fewGroups).fitted(atCentre(meanVariance(x), power)).loss;
+    const settings = atCentre(meanVariance(toPower(x, power)), power);
+    return new Likelihood(x, fewLabels, fewGroups, power).fitted(settings).loss;
   });
   return lossOfRoots < loss ? 0.5 : 1;
 }
 
 /** The leave-one-out likelihood of settings, by examples from all classes of which something remains. */
 class Likelihood {
-  constructor(x, labels, groups) {
-    this.leftOut = new PldaWithout(x, labels, groups);
+  constructor(features, labels, groups, power) {
+    this.leftOut = withoutGroups(features, labels, groups, power);
     const remaining = remainingExamples(labels, groups);
     const order = [...labels.keys()].sort((one, other) => labels[one] - labels[other] || one - other)
       .filter(index => remaining[index] > 0);
@@ -381,6 +397,17 @@ class Likelihood {
     const found = this.leftOut.logits(settings, this.chosen);
     return this.rows.map(index => found[index]);
   }
+}
+
+const latest = new WeakMap(); // features -> what was last made of them, as it is needed several times
+
+/** The model without each group of a support set. */
+function withoutGroups(features, labels, groups, power) {
+  const made = latest.get(features);
+  if (made?.labels === labels && made.groups === groups && made.power === power) return made.model;
+  const model = new PldaWithout(toPower(features, power), labels, groups);
+  latest.set(features, {labels, groups, power, model});
+  return model;
 }
 
 /** The model without each group of a support set, for any beta. */
@@ -560,7 +587,7 @@ function multiplied(one, other) {
 /** Logits (n, k) of each support example by the head with the same settings fitted to the others (heads/plda.py). */
 export function leaveOneOutLogits(settings, features, labels, groups) {
   if (settings.shared === "within" && maximum(bincount(labels)) > 1 && maximum(labels) > 0) {
-    return new PldaWithout(toPower(features, settings.power), labels, groups).logits(settings);
+    return withoutGroups(features, labels, groups, settings.power).logits(settings);
   }
   const k = maximum(labels) + 1, found = new Array(labels.length);
   for (const rows of members(groups)) {
@@ -672,6 +699,45 @@ function leaveOneOutCosines(name, x, labels, groups) {
   return found;
 }
 
+/** The term that examples of no class add: by how much the nearest class is nearer to a query than the nearest of them
+ *  (support_set/negatives.py). To the head each is a class, and a group, of its own. */
+class Margins {
+  /** `plda`: the model of the support set alone. */
+  constructor(settings, {features, labels, groups, negatives}, plda) {
+    const ways = maximum(labels) + 1, free = maximum(groups) + 1, own = [...negatives.keys()];
+    this.settings = settings;
+    this.ways = ways;
+    this.examples = labels.length;
+    this.both = [[...features, ...negatives], [...labels, ...own.map(index => ways + index)],
+      [...groups, ...own.map(index => free + index)]];
+    this.plda = new Plda(this.both[0], this.both[1], settings, this.both[2]);
+    this.most = ways > 1 ? usualMargin(plda, features) : Infinity;
+  }
+
+  of(logits) {
+    const margin = maximum(logits.slice(0, this.ways)) - maximum(logits.slice(this.ways));
+    return Math.min(margin, this.most);
+  }
+
+  ofQuery(query) {
+    return this.of(this.plda.logits(query));
+  }
+
+  /** Of each support example, left out. */
+  leaveOneOut() {
+    return leaveOneOutLogits(this.settings, ...this.both).slice(0, this.examples).map(logits => this.of(logits));
+  }
+}
+
+/** How much nearer the nearest class is than the next, at the lower median over examples. */
+function usualMargin(plda, features) {
+  const margins = features.map(query => {
+    const [best, next] = plda.logits(query).sort((one, other) => other - one);
+    return best - next;
+  });
+  return margins.sort((one, other) => one - other)[Math.floor((margins.length - 1) / 2)];
+}
+
 /** m_j and s_j / w_j of every term by its scores of left-out examples. */
 function scoreUnits(scores, weights) {
   const n = sum(weights);
@@ -707,27 +773,34 @@ const standardisedSum = (scores, units) =>
 
 /** A head fitted to the features of a support set, calibrated.
  *
- *  Made by `FittedHead.fit`, or of what a file has: {settings, temperature, outliers: null or {threshold, units}}. */
+ *  `unadapted`, `groups` and `negatives` (examples of no class) of a support set may be absent, and `priors` (shares of
+ *  the classes with sum one, equal if null). Made by `FittedHead.fit`, or of what a file has: {settings, temperature,
+ *  priors, outliers: null or {threshold, units}}. */
 export class FittedHead {
-  constructor({features, unadapted, labels, groups}, {settings, temperature, outliers}) {
-    Object.assign(this, {settings, temperature, outliers});
-    this.plda = new Plda(features, labels, settings, groups);
+  constructor(support, {settings, temperature, priors = null, outliers}, plda = null, margins = null) {
+    const whole = complete(support), {features, unadapted, labels, groups} = whole;
+    Object.assign(this, {settings, temperature, priors, outliers});
+    this.plda = plda ?? new Plda(features, labels, settings, groups);
     const compared = outliers?.units ? termFeatures(features, unadapted ?? features) : {};
     this.terms = FEATURE_TERMS.filter(name => outliers?.units?.[name])
       .map(name => [name, new Cosines(name, classMeans(compared[name], labels))]);
+    this.margins = outliers?.units?.negatives ? margins ?? new Margins(settings, whole, this.plda) : null;
   }
 
   /** `reject`: whether queries may belong to no class. Null if they may not, and where no class has two groups. */
-  static fit(support, {temperature = 1, falseRejectionRate = 0.05, reject = false} = {}) {
-    const {features, labels} = support, groups = support.groups ?? [...labels.keys()];
-    const settings = choosePldaSettings(features, labels, groups);
-    const calibration = calibrate(settings, {...support, groups}, {temperature, falseRejectionRate, reject});
-    return new FittedHead({...support, groups}, {settings, ...calibration});
+  static fit(support, {temperature = 1, falseRejectionRate = 0.05, reject = false, priors = null} = {}) {
+    const whole = complete(support), {features, labels, groups, negatives} = whole;
+    const settings = choosePldaSettings(features, labels, groups), plda = new Plda(features, labels, settings, groups);
+    const margins = reject && negatives?.length ? new Margins(settings, whole, plda) : null;
+    const calibrated = calibrate(settings, whole, margins, {temperature, falseRejectionRate, reject});
+    return new FittedHead(whole, {settings, priors, ...calibrated}, plda, margins);
   }
 
   /** Logits (k), their probabilities, and whether the query belongs to no class, of one query's features (d). */
   predict(adapted, unadapted = adapted) {
-    const logits = this.plda.logits(adapted), score = this.outlierScore(logits, adapted, unadapted);
+    const ofEqualPriors = this.plda.logits(adapted), score = this.outlierScore(ofEqualPriors, adapted, unadapted);
+    const logits = this.priors === null ? ofEqualPriors
+      : ofEqualPriors.map((logit, label) => logit + this.temperature * Math.log(this.priors[label]));
     const probabilities = logSoftmax(logits.map(logit => logit / this.temperature)).map(Math.exp);
     const unknown = this.outliers !== null && score > this.outliers.threshold;
     return {logits, probabilities, score, unknown, label: logits.indexOf(maximum(logits))};
@@ -738,24 +811,31 @@ export class FittedHead {
     if (!this.outliers?.units) return -maximum(logits);
     const compared = termFeatures([adapted], [unadapted]), scores = {head: -maximum(logits)};
     for (const [name, cosines] of this.terms) scores[name] = -maximum(cosines.of(compared[name][0]));
+    if (this.margins) scores.negatives = -this.margins.ofQuery(adapted);
     return standardisedSum(scores, this.outliers.units);
   }
 }
 
+/** A support set in which each example is a group of its own if it had no groups. */
+const complete = support => ({...support, groups: support.groups ?? [...support.labels.keys()]});
+
 /** Choose the temperature and, where queries may be rejected, the outlier score (support_set/calibration.py).
  *
  *  The head's own distances need no factor that puts left-out examples as far as queries: its model has r_k for that. */
-function calibrate(settings, {features, unadapted, labels, groups}, {temperature, falseRejectionRate, reject}) {
-  const weights = leftOutWeights(labels, groups), fixed = temperature === "auto" ? 1 : temperature;
-  const paired = [...labels.keys()].filter(index => weights[index] > 0);
+function calibrate(settings, support, margins, {temperature, falseRejectionRate, reject}) {
+  const {features, unadapted, labels, groups} = support, weights = leftOutWeights(labels, groups);
+  const fixed = temperature === "auto" ? 1 : temperature, paired = [...labels.keys()].filter(index => weights[index] > 0);
   if (!paired.length || !(reject || temperature === "auto")) return {temperature: fixed, outliers: null};
   const of = rows => paired.map(index => rows[index]), own = of(labels), counted = of(weights);
   const logits = of(leaveOneOutLogits(settings, features, labels, groups));
   const chosen = temperature === "auto" ? fitTemperature(logits, own, counted) : fixed;
   if (!reject) return {temperature: chosen, outliers: null};
-  const compared = termFeatures(features, unadapted ?? features), leftOut = {head: logits};
-  for (const name of FEATURE_TERMS) leftOut[name] = of(leaveOneOutCosines(name, compared[name], labels, groups));
-  const scores = Object.fromEntries(Object.entries(leftOut).map(([name, rows]) => [name, rows.map(row => -maximum(row))]));
+  const compared = termFeatures(features, unadapted ?? features);
+  const scores = {head: logits.map(row => -maximum(row))};
+  for (const name of FEATURE_TERMS) {
+    scores[name] = of(leaveOneOutCosines(name, compared[name], labels, groups)).map(row => -maximum(row));
+  }
+  if (margins) scores.negatives = of(margins.leaveOneOut()).map(margin => -margin);
   const units = scoreUnits(scores, counted), n = sum(counted);
   // The units come from the left-out examples themselves: squared deviations are too small by (n - 1) / (n + 1).
   const sums = paired.map((_, index) =>
