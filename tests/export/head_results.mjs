@@ -1,9 +1,10 @@
-// Fits the head in JavaScript to each task of a file and writes what it finds: node head_results.mjs HEAD TASKS
+// Fits the head in JavaScript to each task of a file and writes what it finds: node head_results.mjs HEAD CURVE TASKS
 import {readFileSync} from "node:fs";
 import {pathToFileURL} from "node:url";
 
-const [head, tasks] = process.argv.slice(2);
-const {FittedHead, leaveOneOutLogits} = await import(pathToFileURL(head));
+const [path, pathOfCurve, tasks] = process.argv.slice(2);
+const head = await import(pathToFileURL(path)), {FittedHead, leaveOneOutLogits} = head;
+const {learningCurve} = await import(pathToFileURL(pathOfCurve));
 const rows = table => table.map(row => Float64Array.from(row));
 
 const results = JSON.parse(readFileSync(tasks, "utf8")).map(task => {
@@ -14,6 +15,8 @@ const results = JSON.parse(readFileSync(tasks, "utf8")).map(task => {
   const groups = task.groups ?? [...task.labels.keys()];
   const decisions = task.queries.map((query, index) =>
     fitted.predict(Float64Array.from(query), Float64Array.from(task.unadapted_queries[index])));
+  const leftOut = leaveOneOutLogits(fitted.settings, support.features, support.labels, groups);
+  const curve = learningCurve(head, fitted.settings, {...support, groups}, leftOut, () => task.permutations.shift());
   const logits = values => Array.from(values, value => value === -Infinity ? "-inf" : value); // JSON has no infinity
   return {
     settings: fitted.settings,
@@ -24,7 +27,8 @@ const results = JSON.parse(readFileSync(tasks, "utf8")).map(task => {
     probabilities: decisions.map(one => [...one.probabilities]),
     scores: decisions.map(one => one.score),
     unknown: decisions.map(one => one.unknown),
-    left_out: leaveOneOutLogits(fitted.settings, support.features, support.labels, groups).map(logits),
+    left_out: leftOut.map(logits),
+    curve,
   };
 });
 process.stdout.write(JSON.stringify(results));

@@ -18,6 +18,7 @@ import torch
 from fewshot_mahalanobis.heads.plda import AutoHead
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.learning_curve import _gain, learning_curve
 from tests.export.head_tasks import head_tasks, write_tasks
 
 NAMES = [task["name"] for task in head_tasks()]
@@ -35,8 +36,8 @@ def results(tasks: Path) -> dict[str, Any]:
     """What JavaScript finds, by the names of the tasks."""
     if (node := shutil.which("node")) is None:
         pytest.skip("there is no node on PATH: install Node.js")
-    head = files("fewshot_mahalanobis.export.web_page") / "head.mjs"
-    command = [node, str(Path(__file__).with_name("head_results.mjs")), str(head), str(tasks)]
+    scripts = [str(files("fewshot_mahalanobis.export.web_page") / name) for name in ("head.mjs", "learning_curve.mjs")]
+    command = [node, str(Path(__file__).with_name("head_results.mjs")), *scripts, str(tasks)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return dict(zip(NAMES, json.loads(run.stdout), strict=True))
@@ -98,6 +99,27 @@ def test_settings_logits_and_rejection_in_javascript_are_those_of_python(
         assert found["outliers"]["units"].keys() == fitted.outliers.units.keys()
         for term, unit in fitted.outliers.units.items():
             assert found["outliers"]["units"][term] == pytest.approx(unit, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_learning_curve_in_javascript_is_that_of_python(name: str, tasks: Path, results: dict[str, Any]) -> None:
+    fitted = fitted_head(next(task for task in json.loads(tasks.read_text()) if task["name"] == name))
+    left_out = fitted.settled.leave_one_out_logits(fitted.support.adapted, fitted.labels, fitted.groups)
+    wanted, found = learning_curve(fitted, left_out), results[name]["curve"]
+    assert (found is None) == (wanted is None)
+    if wanted is None:
+        return
+    assert found["counts"] == [*wanted.counts.values()]
+    assert dict(found["measured"]) == pytest.approx(wanted.measured)
+    more = {0: found["now"], **dict(enumerate(found["more"], 1))}
+    assert max(more) == found["usual"] == wanted.usual_count
+    for extra, expected in more.items():
+        assert [*expected.values()] == pytest.approx([*wanted.expected(extra)], rel=1e-5)
+    label, images, sure = found["mostUseful"].values()
+    gains = _gain(wanted._mode[None], wanted._shots, 1)[0]
+    assert gains[label] == pytest.approx(float(gains.max()), rel=1e-6)  # of classes that gain as much, either
+    assert (images, sure) == wanted.most_useful[1:]
+    assert found["little"] == ("little" in wanted.advice)
 
 
 def test_the_tasks_choose_both_powers_both_covariances_and_reject_some_queries(results: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ function normalised(x) {
 }
 
 /** The lower L of L L^T = a, refused where a pivot is mostly rounding. */
-function cholesky(a) {
+export function cholesky(a) {
   const lower = matrix(a.length, a.length);
   for (let i = 0; i < a.length; i++) {
     for (let j = 0; j <= i; j++) {
@@ -94,7 +94,7 @@ function cholesky(a) {
 }
 
 /** L^-1 b, by rows. */
-function solved(lower, b) {
+export function solved(lower, b) {
   const x = b.map(row => Float64Array.from(row));
   for (let i = 0; i < x.length; i++) {
     for (let m = 0; m < i; m++) add(x[i], x[m], -lower[i][m]);
