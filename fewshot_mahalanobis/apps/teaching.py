@@ -44,8 +44,8 @@ def export_teaching_page(
     Raises
     ------
     ValueError
-        As :meth:`SimpleCNAPSClassifier.export_page`; a fitted classifier has another head than ``"auto"``, priors,
-        or labels that are not text; or the checkpoint is auto-regressive.
+        As :meth:`SimpleCNAPSClassifier.export_page`; a fitted classifier has another head than ``"auto"``, or
+        labels that are not text; or the checkpoint is auto-regressive.
     ImportError
         The packages of the extra ``onnx`` are absent.
     """
@@ -55,8 +55,6 @@ def export_teaching_page(
             raise ValueError(f'the page has the head "auto" alone, not {fitted.settled.name!r}: fit with head="auto"')
         if fitted.classes.dtype.kind not in "UO":
             raise ValueError(f"the classes of the page have names, not numbers such as {fitted.classes.tolist()[0]!r}")
-        if fitted.priors is not None:
-            raise ValueError("the page knows nothing of priors of the classes: fit without priors")
         classifier = checkpoint
     else:
         classifier = _of_noise(checkpoint)

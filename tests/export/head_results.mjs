@@ -7,7 +7,7 @@ const head = await import(pathToFileURL(path)), {FittedHead, leaveOneOutLogits} 
 const {learningCurve} = await import(pathToFileURL(pathOfCurve));
 const rows = table => table.map(row => Float64Array.from(row));
 
-const results = JSON.parse(readFileSync(tasks, "utf8")).map(task => {
+const results = await Promise.all(JSON.parse(readFileSync(tasks, "utf8")).map(async task => {
   const support = {features: rows(task.features), unadapted: rows(task.unadapted), labels: task.labels,
     groups: task.groups, negatives: rows(task.negatives)};
   const {temperature, reject, priors} = task;
@@ -16,7 +16,8 @@ const results = JSON.parse(readFileSync(tasks, "utf8")).map(task => {
   const decisions = task.queries.map((query, index) =>
     fitted.predict(Float64Array.from(query), Float64Array.from(task.unadapted_queries[index])));
   const leftOut = leaveOneOutLogits(fitted.settings, support.features, support.labels, groups);
-  const curve = learningCurve(head, fitted.settings, {...support, groups}, leftOut, () => task.permutations.shift());
+  const permutation = () => task.permutations.shift();
+  const curve = await learningCurve(head, fitted.settings, {...support, groups}, leftOut, {permutation});
   const logits = values => Array.from(values, value => value === -Infinity ? "-inf" : value); // JSON has no infinity
   return {
     settings: fitted.settings,
@@ -30,5 +31,5 @@ const results = JSON.parse(readFileSync(tasks, "utf8")).map(task => {
     left_out: leftOut.map(logits),
     curve,
   };
-});
+}));
 process.stdout.write(JSON.stringify(results));

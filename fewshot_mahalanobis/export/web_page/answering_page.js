@@ -1,7 +1,8 @@
 // Makes an answering page of what was taught: a zip of this page's own files, with others in place of those that teach.
 "use strict";
 
-const OF_TEACHING = ["index.html", "answers.html", "teach.js", "store.js", "answering_page.js", "film.onnx"];
+const OF_TEACHING = ["index.html", "answers.html", "teach.js", "store.js", "answering_page.js", "learning_curve.mjs",
+  "same_picture.mjs", "film.onnx"];
 const CRC_TABLE = Uint32Array.from({length: 256}, (_, byte) => {
   for (let bit = 0; bit < 8; bit++) byte = byte & 1 ? 0xedb88320 ^ (byte >>> 1) : byte >>> 1;
   return byte;

@@ -96,10 +96,10 @@ async function load() {
     graph ? {graph} : {headCode: {address: "head.mjs"}, features});
   if (!page.graph) {
     const {tensors, header} = readClassifier(await (await get(page.classifier)).arrayBuffer());
-    const table = supportOf(tensors), {settled: {settings}, temperature, threshold, units} = header.fitted;
+    const table = supportOf(tensors), {settled: {settings}, temperature, priors, threshold, units} = header.fitted;
     const outliers = threshold === null ? null : {threshold, units};
     learned = {number: 0, film: filmOf(tensors), table};
-    await ask({job: "restore", number: 0, support: table, fit: {settings, temperature, outliers}});
+    await ask({job: "restore", number: 0, support: table, fit: {settings, temperature, priors, outliers}});
   }
   say("Ready.");
 }

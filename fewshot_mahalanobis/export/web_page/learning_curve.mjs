@@ -34,17 +34,20 @@ function shuffled(n, random) {
 
 /** The curve of a support set under a head's settings, or null if no class has two groups or there is one class.
  *
- *  `head` is the module head.mjs, `leftOut` the logits of left-out examples; `permutation`: of n, for the draws. */
-export function learningCurve(head, settings, {features, labels, groups}, leftOut, permutation) {
+ *  `head` is the module head.mjs, `leftOut` the logits of left-out examples; `permutation`: of n, for the draws; `pause`:
+ *  a promise to wait for after each of them. */
+export async function learningCurve(head, settings, {features, labels, groups}, leftOut, {permutation, pause} = {}) {
   const random = randomNumbers(), sets = new Sets(labels, groups), {counts} = sets, k = counts.length;
   const most = Math.max(...counts);
   if (most === 1 || k === 1) return null;
   const numbers = numbersUpTo(most - 1), draw = permutation ?? (n => shuffled(n, random));
   const stay = numbers.map(m => counts.map(count => Math.min(Math.max(count - 1, 1), m))); // of each class
   const draws = Math.max(1, Math.min(MAX_DRAWS, Math.floor(MAX_IMAGES / labels.length)));
-  const tallies = stay.slice(0, -1).map(ofClasses => {
+  const tallies = [];
+  for (const ofClasses of stay.slice(0, -1)) {
     const total = tally([], [], k);
     for (let i = 0; i < draws; i++) {
+      await pause?.();
       const {drawn, rest} = sets.draw(ofClasses, draw(sets.classOf.length));
       if (!rest.length) continue;
       const of = (values, rows) => rows.map(row => values[row]);
@@ -52,8 +55,8 @@ export function learningCurve(head, settings, {features, labels, groups}, leftOu
       const found = tally(rest.map(row => plda.logits(features[row])), of(labels, rest), k);
       for (const part of ["right", "all"]) found[part].forEach((number, label) => { total[part][label] += number; });
     }
-    return total;
-  });
+    tallies.push(total);
+  }
   const paired = [...labels.keys()].filter(index => counts[labels[index]] > 1);
   tallies.push(tally(paired.map(index => leftOut[index]), paired.map(index => labels[index]), k));
   const shares = tallies.map(({right, all}) => right.map((number, label) => number / Math.max(all[label], 1)));

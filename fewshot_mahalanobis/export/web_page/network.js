@@ -35,17 +35,20 @@ async function decide(square, {number, film, table}, frozen) {
   return ask({job: "decide", number, adapted: one, unadapted: other});
 }
 
-/** The support set that a file has: features, labels and groups. */
+/** The support set that a file has: features, labels and groups, and examples of no class. */
 function supportOf(tensors) {
-  const labels = integersOf(tensors.support_labels), n = labels.length;
+  const labels = integersOf(tensors.support_labels);
   const rowsOf = name => {
-    const numbers = Float64Array.from(numbersOf(tensors[name])), width = numbers.length / n;
-    return labels.map((_, index) => numbers.slice(index * width, (index + 1) * width));
+    if (!tensors[name]) return [];
+    const {shape: [n, width]} = tensors[name], numbers = Float64Array.from(numbersOf(tensors[name]));
+    return Array.from({length: n}, (_, index) => numbers.slice(index * width, (index + 1) * width));
   };
   return {
     features: rowsOf("support_features"),
     unadapted: tensors.unadapted_features ? rowsOf("unadapted_features") : null,
     labels,
     groups: tensors.support_groups ? integersOf(tensors.support_groups) : [...labels.keys()],
+    negatives: rowsOf("negative_features"),
+    unadaptedNegatives: tensors.unadapted_features ? rowsOf("unadapted_negatives") : null,
   };
 }

@@ -1,6 +1,7 @@
 // Keeps the files of a page, so that it opens without a network. It answers for these files alone: with what the server
 // has now, or with the kept ones if no server answers. Each version of a page has another digest here, and its files
-// take the place of the earlier ones when all of them are there.
+// take the place of the earlier ones when all of them are there. From the second visit on the page may have several
+// threads, as its answers have the headers for that, which few web servers send.
 "use strict";
 
 const MARK = "service worker of a page by fewshot-mahalanobis"; // stays, as every version looks for it
@@ -33,9 +34,16 @@ addEventListener("fetch", event => {
   const {request} = event, address = fileOf(request);
   if (request.mode === "navigate") event.waitUntil(leaveIfGone());
   if (request.method === "GET" && OWN.has(address)) event.respondWith(
-    fetch(request, asked(request.integrity)).catch(async () =>
-      await caches.match(address, {cacheName: CACHE}) ?? Response.error()));
+    fetch(request, asked(request.integrity))
+      .catch(async () => await caches.match(address, {cacheName: CACHE}) ?? Response.error())
+      .then(response => request.mode === "navigate" && response.ok ? isolated(response) : response));
 });
+
+/** A page that may have several threads. */
+function isolated({body, status, statusText, headers}) {
+  const added = {"Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp"};
+  return new Response(body, {status, statusText, headers: {...Object.fromEntries(headers), ...added}});
+}
 
 /** The address of the file that a request is for: to visit the folder is to visit its index.html. */
 function fileOf({mode, url}) {

@@ -1,21 +1,29 @@
 // Teaches a classifier in this browser. The network adapts anew whenever the pictures change, as `fit` does; until it has,
-// the page answers by what it learned before.
+// the page answers by the adaptation of before, under which it has learned the new pictures already, as `partial_fit` does.
 "use strict";
 
-const UNKNOWN = "unknown", FALSE_REJECTION_RATE = 0.05, SMALL = 84;
+const UNKNOWN = "unknown", FALSE_REJECTION_RATE = 0.05, SMALL = 84, TINY = 48;
+const NONE = ""; // label of pictures that belong to none of the classes
 const PATIENCE = 1000; // milliseconds after which the page says that it is learning
+const FEW = 0.25; // share of the pictures that may be new for it to learn under the adaptation of before, in the meantime
 
 let classes = []; // names, in the order in which they were added
+let shares = null; // how common each class is, by its name; null if nobody said so
 let pictures = []; // {id, label, name, square, frozen, small}; to classify if the label is null
 let start = null; // the fitted classifier that the page goes on from: {tensors, header}
-let learned = null; // {number, film, labels, table, options, fitted}: what it answers by
+let adaptation = null; // {key, film, features}: FiLM parameters, what they were made of, and features by pictures' ids
+let learned = null; // {number, film, labels, priors, table, options, fitted}: what it answers by
 let nextId = 1;
 let model; // a file's tensors and header, of which those of the network are the page's own
 
-const examples = () => pictures.filter(one => one.label !== null);
+const examples = () => pictures.filter(one => one.label);
+const ofNone = () => pictures.filter(one => one.label === NONE);
 const queries = () => pictures.filter(one => one.label === null);
+const startLabels = () => start ? start.header.labels.classes : [];
+const classNames = () => [...new Set([...startLabels(), ...classes])];
 const codePoints = text => Array.from(text, letter => letter.codePointAt(0));
 const folded = name => name.normalize("NFKC").toLowerCase();
+const total = numbers => numbers.reduce((sum, number) => sum + number, 0);
 
 /** The order of Python's strings: by code points. */
 function inOrder(one, other) {
@@ -58,54 +66,101 @@ async function learn() {
     } catch (error) {
       say(`It could not learn from these pictures: ${error.message}`, true);
     }
+    setText(element("learning"), "");
   }
+  if (learned) showCurve(learned);
 }
 
 async function learnFrom(support, outdated) {
   const labels = [...new Set([...startLabels(), ...support.map(one => one.label)])].sort(inOrder);
-  if (labels.length < 2) {
-    learned = null;
-    showLearned();
-    return answerAll();
+  if (!labels.length || labels.length < 2 && support.length < 2 && !start) return learnNothing();
+  const key = start ? "start" : support.map(one => one.id).join();
+  let under = adaptation;
+  if (under && under.key !== key) {
+    const added = support.filter(one => !under.features.has(one.id)).length;
+    if (added <= FEW * support.length && !await learnUnder(under, support, labels, outdated)) return;
   }
-  const began = performance.now();
-  const film = start ? filmOf(start.tensors) : await adapted(support), rows = [];
-  for (const [index, one] of support.entries()) {
-    if (outdated()) return;
-    if (performance.now() - began > PATIENCE) {
-      say(`Learning: picture ${index + 1} of ${support.length}. Until then answers are by what it learned before.`);
-    }
-    rows.push((await network(one.square, film)).features);
+  if (under?.key !== key) {
+    const film = start ? filmOf(start.tensors) : await adapted(support);
+    under = {key, film, features: new Map()};
   }
-  const table = supportSet(support, rows, labels), options = calibration(table), number = version;
-  const fitted = await ask({job: "fit", number, support: table, options});
-  learned = {number, film, labels, table, options, fitted};
-  showLearned();
-  await answerAll();
+  if (!await learnUnder(under, support, labels, outdated)) return;
+  adaptation = under;
+  const here = new Set(pictures.map(one => one.id));
+  for (const id of under.features.keys()) if (!here.has(id)) under.features.delete(id);
+  await storeState("adaptation", under).catch(error => console.warn("the next visit adapts anew:", error));
 }
 
-const startLabels = () => start ? start.header.labels.classes : [];
+/** Learn under an adaptation, whose features are computed where they are missing; false if the pictures change. */
+async function learnUnder(under, support, labels, outdated) {
+  const began = performance.now(), missing = [...support, ...ofNone()].filter(one => !under.features.has(one.id));
+  for (const [index, one] of missing.entries()) {
+    if (outdated()) return false;
+    const spent = performance.now() - began;
+    if (spent > PATIENCE) {
+      const left = Math.ceil(spent / index * (missing.length - index) / 1000);
+      setText(element("learning"), `Adapting: picture ${index + 1} of ${missing.length}, about ${left} s to go.`
+        + (learned ? " Until then answers are by the adaptation of before." : ""));
+    }
+    under.features.set(one.id, (await network(one.square, under.film)).features);
+  }
+  const {table, copies, contradictions} = await supportSet(support, labels, under);
+  if (outdated()) return false;
+  const options = calibration(table), priors = priorsOf(labels), number = nextFit++;
+  if (labels.length < 2 && !options.reject) {
+    learnNothing();
+    return true;
+  }
+  const fitted = await ask({job: "fit", number, support: table, options: {...options, priors}});
+  learned = {number, film: under.film, labels, priors, table, options, fitted, copies, contradictions};
+  showLearned();
+  await answerAll();
+  return true;
+}
 
-/** Features, labels and groups of what the page goes on from and of its own pictures. */
-function supportSet(support, rows, labels) {
-  const table = {features: [], unadapted: [], labels: [], groups: []};
+let nextFit = 1;
+
+function learnNothing() {
+  learned = null;
+  showLearned();
+  return answerAll();
+}
+
+/** Features, labels and groups of what the page goes on from and of its own pictures, and examples of no class. */
+async function supportSet(support, labels, {features}) {
+  const table = {features: [], unadapted: [], labels: [], groups: [], negatives: [], unadaptedNegatives: []};
   if (start) {
     const {tensors, header} = start;
     Object.assign(table, supportOf(tensors));
     table.labels = table.labels.map(label => labels.indexOf(header.labels.classes[label]));
   }
-  let group = 1 + Math.max(-1, ...table.groups);
-  const seen = new Map(); // the same picture twice in a class is one group: it has the same features
-  support.forEach((one, index) => {
-    const same = `${one.frozen.slice(0, 32).join()} ${one.label}`;
-    if (!seen.has(same)) seen.set(same, group++);
-    table.features.push(Float64Array.from(rows[index]));
+  const first = table.labels.length, free = 1 + Math.max(-1, ...table.groups);
+  for (const one of support) {
+    table.features.push(Float64Array.from(features.get(one.id)));
     table.unadapted?.push(Float64Array.from(one.frozen));
     table.labels.push(labels.indexOf(one.label));
-    table.groups.push(seen.get(same));
-  });
-  if (!adapts()) table.unadapted = null;
-  return table;
+  }
+  for (const one of ofNone()) {
+    if (!features.has(one.id)) continue; // it has come meanwhile
+    table.negatives.push(Float64Array.from(features.get(one.id)));
+    table.unadaptedNegatives?.push(Float64Array.from(one.frozen));
+  }
+  if (!adapts()) table.unadapted = table.unadaptedNegatives = null;
+  const tiny = support.map(one => one.tiny ??= tinyPicture(one.square));
+  const pairs = await ask({job: "copies", pictures: tiny, features: table.features.slice(first)});
+  const own = [...support.keys()], group = index => own[index] === index ? index : group(own[index]);
+  const contradictions = [];
+  for (const [i, j] of pairs) {
+    if (support[i].label === support[j].label) own[group(j)] = group(i);
+    else contradictions.push([support[i], support[j]]);
+  }
+  table.groups.push(...support.map((_, index) => free + group(index)));
+  return {table, copies: support.length - new Set(support.map((_, index) => group(index))).size, contradictions};
+}
+
+/** A square as small as pictures are compared. */
+function tinyPicture(square) {
+  return resized(resized(square, 3 * page.side, page.side, 1, TINY), 3, page.side, TINY, TINY);
 }
 
 const adapts = () => start ? Object.keys(start.tensors).some(name => name.startsWith("film.")) : Boolean(page.film);
@@ -123,6 +178,14 @@ function calibration({labels, groups}) {
   return {temperature: 1, falseRejectionRate, unknown: paired ? UNKNOWN : null, reject: paired > 0};
 }
 
+/** The share of each class among the pictures that it will be asked about, with sum one; null if all are as common. */
+function priorsOf(labels) {
+  if (!shares) return null;
+  const own = labels.map(label => shares[label]), sum = total(own);
+  if (sum === 0) throw new Error("every class has the share 0; give one of them more.");
+  return own.map(share => share / sum);
+}
+
 // ---------------------------------------------------------------- answers
 
 const outputLabels = () => [...learned.labels, learned.options.unknown ?? ""];
@@ -132,7 +195,7 @@ async function answerAll() {
   if (!learned) {
     for (const query of asked) query.answer = null;
     asked.forEach(showQuery);
-    if (asked.length) say("Give two classes at least one picture each: then it answers.");
+    if (asked.length && !learning) say("Give two classes at least one picture each: then it answers.");
     return;
   }
   const by = learned;
@@ -154,9 +217,9 @@ async function addFiles(files, label) {
   const saved = files.find(file => file.name.endsWith(".safetensors"));
   if (saved) return openClassifier(saved);
   if (!files.length) return;
-  say(files.length === 1 ? "Reading the picture …" : `Reading ${files.length} pictures …`);
   const unreadable = [];
-  for (const file of files) {
+  for (const [index, file] of files.entries()) {
+    say(files.length === 1 ? "Reading the picture …" : `Reading picture ${index + 1} of ${files.length} …`);
     try {
       await addPicture(await openPicture(file), file.name, label);
     } catch (error) {
@@ -164,7 +227,7 @@ async function addFiles(files, label) {
       console.warn(file.name, error);
     }
   }
-  await (label === null ? learning ?? answerAll() : changed());
+  await (label === null ? answerAll() : changed());
   if (unreadable.length) say(`${element("status").textContent} Not opened as a picture: ${unreadable.join(", ")}.`, true);
 }
 
@@ -192,11 +255,11 @@ async function removePicture(picture) {
 async function addClass(name) {
   await ready;
   name = name.trim().normalize("NFC");
-  const known = [...new Set([...startLabels(), ...classes])];
-  const alike = known.find(one => folded(one) === folded(name));
+  const alike = classNames().find(one => folded(one) === folded(name));
   if (!name) return say("Give the class a name first.", true);
   if (folded(name) === UNKNOWN) return say(`“${UNKNOWN}” is the answer for pictures of no class: choose another name.`, true);
   if (alike) return say(`There is a class “${alike}” already.`, true);
+  if (shares) await setShares({...shares, [name]: total(Object.values(shares)) / Math.max(classNames().length, 1)});
   classes.push(name);
   await storeState("classes", classes);
   element("name").value = "";
@@ -209,14 +272,31 @@ async function removeClass(name) {
   pictures = pictures.filter(picture => picture.label !== name);
   classes = classes.filter(one => one !== name);
   await storeState("classes", classes);
+  if (shares) await setShares(Object.fromEntries(Object.entries(shares).filter(([one]) => one !== name)));
   element("name").focus();
+  await changed();
+}
+
+/** How common each class is, by its name, or null. */
+async function setShares(ofClasses) {
+  shares = ofClasses;
+  await storeState("shares", shares);
+}
+
+/** What a visitor writes into the field of a class. */
+async function shareChanged(name, text) {
+  const share = Number(text);
+  if (!text.trim() || !(share >= 0 && share < Infinity)) {
+    return say(`Give the share of “${name}” as a number that is 0 or more.`, true);
+  }
+  await setShares({...shares, [name]: share});
   await changed();
 }
 
 // ---------------------------------------------------------------- showing
 
 function canvasOf({square, name}) {
-  const canvas = document.createElement("canvas"), side = page.side, pixels = new ImageData(side, side);
+  const canvas = document.createElement("canvas"), side = Math.round(Math.sqrt(square.length / 3)), pixels = new ImageData(side, side);
   for (let i = 0; i < side * side; i++) {
     for (let channel = 0; channel < 3; channel++) pixels.data[4 * i + channel] = square[channel * side * side + i];
     pixels.data[4 * i + 3] = 255;
@@ -228,35 +308,66 @@ function canvasOf({square, name}) {
   return canvas;
 }
 
-/** Each class with its pictures. Cards and pictures that are there stay, and so does the focus. */
+/** Each class with its pictures, and those of none. Cards and pictures that are there stay, and so does the focus. */
 function showClasses() {
-  const names = [...new Set([...startLabels(), ...classes])], list = element("classes");
+  const names = classNames(), list = element("classes");
   const cards = new Map([...list.children].map(card => [card.dataset.name, card]));
   for (const [name, card] of cards) if (!names.includes(name)) card.remove();
   for (const name of names) {
-    const card = cards.get(name) ?? classCard(name), own = pictures.filter(one => one.label === name);
-    if (!cards.has(name)) list.append(card);
-    const known = start ? integersOf(start.tensors.support_labels).filter(label => startLabels()[label] === name).length : 0;
-    const number = own.length + known;
-    setText(card.querySelector(".count"), number === 1 ? "1 picture" : `${number} pictures`);
-    card.querySelector(".remove").hidden = known > 0;
-    const place = card.querySelector(".taught"), shown = new Map([...place.children].map(one => [one.dataset.id, one]));
-    for (const [id, one] of shown) if (!own.some(picture => String(picture.id) === id)) one.remove();
-    for (const picture of own) if (!shown.has(String(picture.id))) place.append(thumbnail(picture));
+    if (!cards.has(name)) list.append(classCard(name));
+    showCard(cards.get(name) ?? list.lastElementChild, name);
   }
+  if (!element("none").children.length) element("none").append(noneCard());
+  showCard(element("none").firstElementChild, NONE);
+  element("none").hidden = !names.length || start?.header.parameters.unknown_label === null;
+  element("common").hidden = names.length < 2;
+  element("shares").checked = shares !== null;
   const target = element("target"), chosen = target.value;
-  target.replaceChildren(new Option("Pictures to classify", ""), ...names.map(name => new Option(name, `class ${name}`)));
+  const choices = [["Pictures to classify", ""], ...names.map(name => [name, `class ${name}`])];
+  if (!element("none").hidden) choices.push(["None of these", "none"]);
+  target.replaceChildren(...choices.map(([text, value]) => new Option(text, value)));
   target.value = [...target.options].some(option => option.value === chosen) ? chosen : "";
 }
 
+function showCard(card, name) {
+  const own = pictures.filter(one => one.label === name), known = numberInStart(name), number = own.length + known;
+  setText(card.querySelector(".count"), number === 1 ? "1 picture" : `${number} pictures`);
+  card.querySelector(".remove").hidden = name === NONE || known > 0;
+  card.querySelector(".share").hidden = name === NONE || !shares;
+  const field = card.querySelector(".share input");
+  if (shares && document.activeElement !== field) field.value = Number((shares[name] ?? 0).toPrecision(6));
+  const place = card.querySelector(".taught"), shown = new Map([...place.children].map(one => [one.dataset.id, one]));
+  for (const [id, one] of shown) if (!own.some(picture => String(picture.id) === id)) one.remove();
+  for (const picture of own) if (!shown.has(String(picture.id))) place.append(thumbnail(picture));
+}
+
+/** How many pictures of a class, or of none, are known from the classifier that the page goes on from. */
+function numberInStart(name) {
+  if (!start) return 0;
+  if (name === NONE) return start.tensors.negative_features?.shape[0] ?? 0;
+  return integersOf(start.tensors.support_labels).filter(label => startLabels()[label] === name).length;
+}
+
 function classCard(name) {
-  const card = fromTemplate("class"), input = card.querySelector("input");
+  const card = fromTemplate("class"), input = card.querySelector("[type=file]"), share = card.querySelector(".share input");
   card.dataset.name = name;
   setText(card.querySelector("h3"), name);
   card.querySelector(".remove").setAttribute("aria-label", `Remove the class ${name}`);
   card.querySelector(".remove").addEventListener("click", () => removeClass(name));
   input.setAttribute("aria-label", `Pictures of ${name}`);
+  share.setAttribute("aria-label", `Share of ${name}`);
+  share.addEventListener("change", () => shareChanged(name, share.value));
   whenChosen(input, files => addFiles(files, name));
+  return card;
+}
+
+/** Where pictures of none of the classes go. */
+function noneCard() {
+  const card = classCard(NONE);
+  setText(card.querySelector("h3"), "None of these");
+  card.querySelector("[type=file]").setAttribute("aria-label", "Pictures of none of the classes");
+  card.querySelector(".heading").after(textElement("p", "Pictures of other things that it will see, if there are "
+    + "some: it learns better what is unknown."));
   return card;
 }
 
@@ -275,11 +386,49 @@ function thumbnail(picture) {
 /** How well it does on its own pictures. */
 function showLearned() {
   element("save").disabled = element("save-page").disabled = !learned;
-  if (!learned) return setText(element("figure"), "Two classes with a picture each are enough to begin.");
-  const {right, counted} = learned.fitted;
-  setText(element("figure"), counted
-    ? `Each left out in turn, ${right} of ${counted} pictures are recognised (${percent(right / counted)}).`
-    : "Give each class a second picture: then it measures how well it does, and tells pictures of no class.");
+  if (!learned || learned.curve === undefined) element("enough").hidden = true;
+  if (!learned) {
+    return setText(element("figure"), "Two classes with a picture each are enough to begin, or two pictures of one class.");
+  }
+  const {fitted: {right, counted}, labels, copies, contradictions} = learned, said = [];
+  if (labels.length === 1) said.push(`It tells “${labels[0]}” from everything else.`);
+  else if (!counted) said.push("Give each class a second picture: then it measures how well it does, and tells pictures of no class.");
+  else said.push(`Each left out in turn, ${right} of ${counted} pictures are recognised (${percent(right / counted)}).`);
+  if (copies) said.push(`${copies} of the pictures ${copies === 1 ? "is a copy of another" : "are copies of others"}, the same again, `
+    + "compressed, mirrored or cropped: copies are left out together and count once.");
+  for (const [one, other] of contradictions.slice(0, 3)) {
+    said.push(`${one.name} in “${one.label}” and ${other.name} in “${other.label}” are the same picture: remove one of them.`);
+  }
+  if (ofNone().length && !learned.options.reject) said.push("Pictures of none of these count once a class has two pictures.");
+  setText(element("figure"), said.join(" "));
+}
+
+/** Whether more pictures would help. */
+async function showCurve(by) {
+  const curve = await ask({job: "curve", number: by.number}).catch(error => console.warn(error));
+  if (by !== learned) return;
+  element("enough").hidden = !curve;
+  if (!curve) return;
+  const {usual, now, more, little, mostUseful: {label, images, sure}} = curve, name = by.labels[label];
+  const range = ({accuracy, low, high}) => `${percent(accuracy)} (${percent(low)} to ${percent(high)})`;
+  setText(element("advice"), little
+    ? `More pictures would bring little: ${usual} more of each class, less than 1 point.`
+    : sure ? `About ${images} more ${images === 1 ? "picture" : "pictures"} of ${name} should help most.`
+      : `More pictures may help, of ${name} first, but which class needs them most is uncertain.`);
+  setText(element("expected"), `Expected on new ones: ${range(now)}, and with ${usual} more of each class ${range(more.at(-1))}.`);
+  drawCurve(curve);
+}
+
+/** The accuracy by the number of pictures of each class: measured as a line, expected as a dashed one with its interval. */
+function drawCurve({counts, measured, now, more}) {
+  const last = Math.max(...counts), expected = [now, ...more].map((one, extra) => [last + extra, one]);
+  const points = pairs => pairs.map(([m, share]) =>
+    `${30 + 180 * (m - 1) / (last + more.length - 1)},${90 - 80 * share}`).join(" ");
+  const set = (id, pairs) => element(id).setAttribute("points", points(pairs));
+  set("measured-line", measured);
+  set("expected-line", expected.map(([m, {accuracy}]) => [m, accuracy]));
+  set("interval", [...expected.map(([m, {high}]) => [m, high]), ...expected.map(([m, {low}]) => [m, low]).reverse()]);
+  setText(element("most"), `${last + more.length} of a class`);
 }
 
 function showQuery(query) {
@@ -299,7 +448,7 @@ function showQuery(query) {
 
 /** The classifier as a file (Blob). */
 async function classifierFile() {
-  const {film, labels, table, options, fitted} = learned, width = table.features[0].length, n = table.labels.length;
+  const {film, labels, priors, table, options, fitted} = learned, width = table.features[0].length, n = table.labels.length;
   const tensors = Object.fromEntries(Object.entries(model.tensors).filter(([name]) => name.startsWith("model.")));
   const flat = rows => Float32Array.from(rows.flatMap(row => [...row]));
   let from = 0;
@@ -311,8 +460,11 @@ async function classifierFile() {
     }
   }
   tensors.support_features = floatTensor(flat(table.features), [n, width]);
-  if (table.unadapted && options.unknown !== null) {
-    tensors.unadapted_features = floatTensor(flat(table.unadapted), [n, width]);
+  const compares = table.unadapted && options.unknown !== null, m = table.negatives.length;
+  if (compares) tensors.unadapted_features = floatTensor(flat(table.unadapted), [n, width]);
+  if (m && options.reject) {
+    tensors.negative_features = floatTensor(flat(table.negatives), [m, width]);
+    if (compares) tensors.unadapted_negatives = floatTensor(flat(table.unadaptedNegatives), [m, width]);
   }
   tensors.support_labels = integerTensor(table.labels);
   if (new Set(table.groups).size < n) tensors.support_groups = integerTensor(table.groups);
@@ -321,11 +473,18 @@ async function classifierFile() {
     ...header,
     parameters: {...header.parameters, temperature: options.temperature, unknown_label: rejects ? options.unknown : null,
       false_rejection_rate: options.falseRejectionRate},
-    labels: {dtype: `<U${Math.max(...labels.map(label => codePoints(label).length))}`, classes: labels},
-    fitted: {...header.fitted, settled: {name: "auto", settings: fitted.settings}, temperature: fitted.temperature,
+    labels: {dtype: `<U${Math.max(...labels.map(label => codePoints(label).length))}`, classes: labels,
+      allowed: allowedLabels(labels)},
+    fitted: {...header.fitted, settled: {name: "auto", settings: fitted.settings}, temperature: fitted.temperature, priors,
       unknown_label: rejects ? options.unknown : null, threshold: fitted.outliers?.threshold ?? null,
       units: fitted.outliers?.units ?? null, group_names: null},
   });
+}
+
+/** The labels that may occur, by what the page goes on from; null if any may. */
+function allowedLabels(labels) {
+  const allowed = start?.header.labels.allowed;
+  return allowed ? [...new Set([...allowed, ...labels])].sort(inOrder) : null;
 }
 
 /** Give the visitor a file. */
@@ -356,18 +515,25 @@ async function openClassifier(file) {
   try {
     const bytes = await file.arrayBuffer(), opened = readClassifier(bytes);
     checkClassifier(opened);
-    if (examples().length && !confirm(`Put “${file.name}” in place of the classes and pictures that are here?`)) return;
+    if (examples().length + ofNone().length && !confirm(`Put “${file.name}” in place of the classes and pictures that are here?`)) return;
     for (const one of examples()) await forgetPicture(one.id);
+    for (const one of ofNone()) await forgetPicture(one.id);
     pictures = queries();
-    classes = [];
-    start = opened;
+    [classes, start, adaptation] = [[], opened, null];
     await storeState("classes", classes);
     await storeState("start", bytes);
+    await setShares(sharesOfStart());
     say(`Going on from “${file.name}”.`);
     await changed();
   } catch (error) {
     say(`${file.name} could not be opened. ${error.message}`, true);
   }
+}
+
+/** How common its classes are by the classifier that the page goes on from, in per cent. */
+function sharesOfStart() {
+  const {priors} = start.header.fitted;
+  return priors && Object.fromEntries(priors.map((share, label) => [startLabels()[label], 100 * share]));
 }
 
 /** Raise an error unless a file's network is this page's, and its head the one that the page has. */
@@ -380,8 +546,6 @@ function checkClassifier({tensors, header}) {
     throw new Error("It was made with another checkpoint than this page.");
   }
   if (header.fitted.settled?.name !== "auto") throw new Error("This page has the head “auto” alone.");
-  if (header.fitted.priors) throw new Error("Its classes have priors, which this page does not know.");
-  if (tensors.negative_features) throw new Error("It has examples of no class, which this page does not know.");
   if (!header.labels.classes.every(name => typeof name === "string")) throw new Error("Its classes are numbers.");
 }
 
@@ -392,7 +556,7 @@ async function forget() {
   await storeState("forgotten", true); // not what the page came with, either
   element("answers").replaceChildren();
   element("asked").hidden = true;
-  [classes, pictures, start, learned] = [[], [], null, null];
+  [classes, pictures, shares, start, adaptation, learned] = [[], [], null, null, null, null];
   await changed();
   say("Everything is removed.");
 }
@@ -400,7 +564,9 @@ async function forget() {
 // ---------------------------------------------------------------- the visitor
 
 async function load() {
-  await loadPage(({features, film}) => ({headCode: {address: "head.mjs"}, features, ...(film ? {film} : {})}));
+  const scripts = {headCode: "head.mjs", curveCode: "learning_curve.mjs", sameCode: "same_picture.mjs"};
+  const codes = Object.fromEntries(Object.entries(scripts).map(([name, address]) => [name, {address}]));
+  await loadPage(({features, film}) => ({...codes, features, ...(film ? {film} : {})}));
   model = readClassifier(await (await get(page.classifier)).arrayBuffer());
   const kept = await openStore();
   if (!kept) setText(element("kept"), "This browser keeps nothing: save the classifier before you leave.");
@@ -408,10 +574,24 @@ async function load() {
   if (stored) start = readClassifier(stored);
   else if (page.goes_on && !await storedState("forgotten")) start = model;
   classes = await storedState("classes") ?? [];
+  shares = await storedState("shares") ?? (start === model ? sharesOfStart() : null);
   pictures = await storedPictures();
+  if (await storedState("network") === page.features.integrity) adaptation = await storedState("adaptation") ?? null;
+  else await renew();
   nextId = 1 + Math.max(0, ...pictures.map(one => one.id));
   queries().forEach(showQuery);
   say("Ready.");
+}
+
+/** The page has another network than at the last visit: what is kept of the pictures is of that. */
+async function renew() {
+  for (const one of pictures) {
+    const canvas = canvasOf(one);
+    if (canvas.width !== page.side) one.square = squareOf(pictureOf(canvas, canvas.width, canvas.height), page.side);
+    ({features: one.frozen, small: one.small} = await network(one.square, identityFilm()));
+    await storePicture(one);
+  }
+  await storeState("network", page.features.integrity);
 }
 
 element("add").addEventListener("submit", event => {
@@ -426,9 +606,14 @@ offerCamera(async picture => {
   if (learned) showAnswer(element("live"), await decide(squareOf(picture, page.side), learned), outputLabels());
 }, async ({picture, name}) => {
   await ready;
-  const label = element("target").value.startsWith("class ") ? element("target").value.slice(6) : null;
+  const {value} = element("target"), label = value === "none" ? NONE : value.startsWith("class ") ? value.slice(6) : null;
   await addPicture(picture, name, label);
-  await (label === null ? learning ?? answerAll() : changed());
+  await (label === null ? answerAll() : changed());
+});
+element("shares").addEventListener("change", async event => {
+  await ready;
+  await setShares(event.target.checked ? Object.fromEntries(classNames().map(name => [name, 100 / classNames().length])) : null);
+  await changed();
 });
 element("clear").addEventListener("click", async () => {
   for (const query of queries()) await removePicture(query);

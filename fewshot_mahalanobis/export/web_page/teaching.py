@@ -20,7 +20,7 @@ from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 _LARGE = {"features": "features.onnx", "classifier": "classifier.safetensors"}
-_SCRIPTS = ("teach.js", "store.js", "answering_page.js", "app.js", "head.mjs")
+_SCRIPTS = ("teach.js", "store.js", "answering_page.js", "app.js", "head.mjs", "learning_curve.mjs", "same_picture.mjs")
 
 
 def write_teaching_page(

@@ -2,19 +2,21 @@
 // from a blob: only then does the page's Content-Security-Policy hold here too.
 "use strict";
 
-let runtime, head, last = Promise.resolve();
+let runtime, head, curve, same, last = Promise.resolve();
 const sessions = {}, heads = new Map(); // fitted heads by their numbers: the newest, and the one before
 
 const imported = code => import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
 
 const jobs = {
-  /** Load the runtime, the head if there is one, and graphs by their names. */
-  async start({script, wasm, headCode, ...graphs}) {
+  /** Load the runtime, what code there is beside, and graphs by their names. */
+  async start({script, wasm, headCode, curveCode, sameCode, ...graphs}) {
     runtime = await imported(script);
     runtime.env.wasm.wasmBinary = wasm;
     // Several threads need headers that few web servers send (COOP and COEP).
     runtime.env.wasm.numThreads = crossOriginIsolated ? navigator.hardwareConcurrency : 1;
     if (headCode) head = await imported(headCode);
+    if (curveCode) curve = await imported(curveCode);
+    if (sameCode) same = await imported(sameCode);
     for (const [name, graph] of Object.entries(graphs)) {
       sessions[name] = await runtime.InferenceSession.create(new Uint8Array(graph), {executionProviders: ["wasm"]});
     }
@@ -29,11 +31,10 @@ const jobs = {
 
   /** Fit the head to a support set; the accuracy on its examples, each left out in turn. */
   async fit({number, support, options}) {
-    const {labels} = support, groups = support.groups ?? [...labels.keys()];
-    const fitted = head.FittedHead.fit(support, options);
-    heads.set(number, fitted);
+    const {features, labels, groups} = support, fitted = head.FittedHead.fit(support, options);
+    const logits = head.leaveOneOutLogits(fitted.settings, features, labels, groups);
+    heads.set(number, {fitted, support, logits});
     for (const earlier of [...heads.keys()].slice(0, -2)) heads.delete(earlier);
-    const logits = head.leaveOneOutLogits(fitted.settings, support.features, labels, groups);
     const counted = [...labels.keys()].filter(index => logits[index][labels[index]] > -Infinity);
     const right = counted.filter(index => logits[index].every(logit => logit <= logits[index][labels[index]]));
     const {settings, temperature, outliers} = fitted;
@@ -42,18 +43,30 @@ const jobs = {
 
   /** Take the head that a file has. */
   async restore({number, support, fit}) {
-    heads.set(number, new head.FittedHead(support, fit));
+    heads.set(number, {fitted: new head.FittedHead(support, fit)});
+  },
+
+  /** Pairs of copies. */
+  async copies({pictures, features}) {
+    return same.samePictures(pictures, features);
+  },
+
+  /** The learning curve of a fitted head. */
+  async curve({number}) {
+    const {fitted: {settings}, support, logits} = heads.get(number);
+    return curve.learningCurve(head, settings, support, logits, {pause: () => new Promise(resolve => setTimeout(resolve))});
   },
 
   /** A fitted head's answer to a picture's features. */
   async decide({number, adapted, unadapted}) {
-    const {probabilities, unknown, label} = heads.get(number).predict(adapted, unadapted);
+    const {probabilities, unknown, label} = heads.get(number).fitted.predict(adapted, unadapted);
     return {probabilities: [...probabilities], label: unknown ? probabilities.length : label};
   },
 };
 
-// One message at a time: a session runs one picture after the other.
+// One message at a time: a session runs one picture after the other. The curve takes long, and pauses for others.
 onmessage = ({data: {job, ...message}, ports: [reply]}) => {
-  last = last.then(() => jobs[job](message)).then(
+  const done = (job === "curve" ? Promise.resolve() : last).then(() => jobs[job](message)).then(
     result => reply.postMessage({result}), error => reply.postMessage({problem: String(error)}));
+  if (job !== "curve") last = done;
 };

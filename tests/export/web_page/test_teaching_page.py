@@ -21,6 +21,7 @@ from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.teaching import export_teaching_page
 from tests.browser import NARROW, WIDE, contrast, drop, is_dark, keep, overflow, requests_of
 from tests.export.web_page.web_server import served
+from tests.images.test_same_picture import COPIES, photographs
 from tests.tiny import LABELS, adapting_model, drawn, pictures, tiny_classifier, tiny_model
 
 TIMEOUT = 120_000  # milliseconds
@@ -86,9 +87,9 @@ def teach(page: Page, support: dict[str, list[Path]]) -> None:
     for name, files in support.items():
         page.locator("#name").fill(name)
         page.locator("#name").press("Enter")
-        expect(page.locator(".class h3").last).to_have_text(name)
-        drop(page, files, ".class:last-child")
-        expect(page.locator(".class:last-child .taught li")).to_have_count(len(files), timeout=TIMEOUT)
+        expect(page.locator("#classes > .class h3").last).to_have_text(name)
+        drop(page, files, "#classes > .class:last-child")
+        expect(page.locator("#classes > .class:last-child .taught li")).to_have_count(len(files), timeout=TIMEOUT)
     learned(page)
 
 
@@ -183,7 +184,7 @@ def test_it_learns_what_python_learns_and_keeps_it_without_a_network(
 
     # Without a class, and without a picture.
     page.get_by_role("button", name="Remove the class red").press("Enter")
-    expect(page.locator(".class")).to_have_count(2)
+    expect(page.locator("#classes > .class")).to_have_count(2)
     page.locator(".taught button").first.click()
     expect(page.locator(".taught li")).to_have_count(9)
     learned(page)
@@ -195,7 +196,7 @@ def test_it_learns_what_python_learns_and_keeps_it_without_a_network(
     expect(page.locator("#status")).to_have_text("Everything is removed.", timeout=TIMEOUT)
     page.reload()
     expect(page.locator("#status")).to_have_text("Ready.", timeout=TIMEOUT)
-    assert page.locator(".class").count() == 0
+    assert page.locator("#classes > .class").count() == 0
 
 
 def test_a_dropped_file_is_gone_on_from_as_partial_fit_does(
@@ -210,7 +211,7 @@ def test_a_dropped_file_is_gone_on_from_as_partial_fit_does(
     classifier.save(tmp_path / "first.safetensors")
     page = open_page(context, address)
     drop(page, [tmp_path / "first.safetensors"])
-    expect(page.locator(".class")).to_have_count(2)
+    expect(page.locator("#classes > .class")).to_have_count(2)
     teach(page, {"blue": support["blue"]})
     ask(page, queries)
     classifier.partial_fit(support["blue"], ["blue"] * 5, groups=range(10, 15))
@@ -224,6 +225,132 @@ def test_a_dropped_file_is_gone_on_from_as_partial_fit_does(
         drop(page, [tmp_path / f"{name}.safetensors"])
         expect(page.locator("#status")).to_contain_text(reason, timeout=TIMEOUT)
         assert page.evaluate("learned.labels") == ["blue", "green", "red"]
+
+
+def test_pictures_of_no_class_and_shares_are_learned_as_in_python(
+    context: BrowserContext, address: str, model: SimpleCNAPS, support: dict[str, list[Path]], queries: list[Path],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "others").mkdir()
+    others = saved(pictures(5, 9), tmp_path / "others")
+    files, labels = [path for of in support.values() for path in of], [name for name in NAMES for _ in range(5)]
+    rejection = {"unknown_label": "unknown", "false_rejection_rate": 1 / 16}
+    classifier = SimpleCNAPSClassifier(
+        model, device="cpu", precision="float32", priors={"red": 0.6, "green": 0.3, "blue": 0.1}, **rejection
+    ).fit([*files, *others[:3]], labels + ["unknown"] * 3, groups=range(18))
+
+    page = open_page(context, address)
+    assert page.locator("#none").is_hidden()
+    teach(page, support)
+    drop(page, others[:3], "#none .class")
+    expect(page.locator("#none .count")).to_have_text("3 pictures", timeout=TIMEOUT)
+    page.get_by_label("Some classes are more common than others").press("Space")
+    for name, share in (("red", "6"), ("green", "3"), ("blue", "1")):
+        page.get_by_label(f"Share of {name}").fill(share)
+        page.get_by_label(f"Share of {name}").press("Enter")
+    ask(page, [*queries, *others[3:]])
+    learned(page)
+    assert_same(page, classifier, [*queries, *others[3:]])
+    assert page.evaluate("Object.keys(learned.fitted.outliers.units)")[-1] == "negatives"
+    page.get_by_label("Share of red").fill("-1")
+    page.get_by_label("Share of red").press("Enter")
+    expect(page.locator("#status")).to_contain_text("Give the share of “red” as a number that is 0 or more")
+
+    # Its file, in Python and on the page again, where another class gets a share and is learned.
+    loaded = SimpleCNAPSClassifier.load(save(page, tmp_path / "taught.safetensors"))
+    assert_same(page, loaded, [*queries, *others[3:]])
+    assert len(loaded.fitted_head_.negatives.adapted) == 3
+    page.reload()
+    learned(page)
+    assert_same(page, classifier, [*queries, *others[3:]])
+    page.once("dialog", lambda dialog: dialog.accept())
+    drop(page, [tmp_path / "taught.safetensors"])
+    expect(page.locator("#status")).to_contain_text("pictures: ", timeout=TIMEOUT)
+    learned(page)
+    assert_same(page, loaded, [*queries, *others[3:]])
+    expect(page.locator("#none .count")).to_have_text("3 pictures")
+    teach(page, {"grey": others[3:]})
+    loaded.set_params(priors={"red": 0.45, "green": 0.225, "blue": 0.075, "grey": 0.25})
+    loaded.partial_fit(others[3:], ["grey"] * 2, groups=["a", "b"])
+    assert_same(page, loaded, [*queries, *others[3:]])
+
+
+def test_copies_count_once_as_in_python_and_it_says_whether_more_would_help(
+    context: BrowserContext, address: str, model: SimpleCNAPS, tmp_path: Path
+) -> None:
+    pieces = [image.resize((64, 64)) for image in photographs()]
+    taught = {
+        "pagoda": [*pieces[:4], COPIES["mirrored"](pieces[0]), COPIES["compressed"](pieces[1]), pieces[1]],
+        "dahlia": [*pieces[6:10], pieces[3]],
+    }
+    support = {name: [tmp_path / f"{name}{index}.png" for index in range(len(of))] for name, of in taught.items()}
+    for name, of_class in taught.items():
+        for image, path in zip(of_class, support[name], strict=True):
+            image.save(path)
+    with pytest.warns(UserWarning, match="(are copies of others|are in different classes)"):
+        classifier = SimpleCNAPSClassifier(
+            model, device="cpu", precision="float32", unknown_label="unknown", false_rejection_rate=0.1
+        ).fit([*support["dahlia"], *support["pagoda"]], ["dahlia"] * 5 + ["pagoda"] * 7)
+    page = open_page(context, address)
+    teach(page, support)
+    names = page.evaluate("examples().map(one => one.name)")
+    by_page = dict(zip(names, page.evaluate("learned.table.groups"), strict=True))
+    assert page.evaluate("learned.table.labels") == [1] * 7 + [0] * 5
+    in_order = [by_page[path.name] for of_class in ("dahlia", "pagoda") for path in support[of_class]]
+    groups = classifier.fitted_head_.groups.tolist()
+    assert [in_order.index(group) for group in in_order] == [groups.index(group) for group in groups]
+    expect(page.locator("#figure")).to_contain_text("3 of the pictures are copies of others")
+    expect(page.locator("#figure")).to_contain_text(
+        "pagoda3.png in “pagoda” and dahlia4.png in “dahlia” are the same picture: remove one of them."
+    )
+    settings, wanted = page.evaluate("learned.fitted.settings"), classifier.fitted_head_.settled.settings
+    assert settings["scale"] == pytest.approx(wanted.scale, rel=0.01)
+
+    expect(page.locator("#enough")).to_be_visible(timeout=TIMEOUT)
+    curve = classifier.summary().curve
+    expect(page.locator("#expected")).to_contain_text(f"with {curve.usual_count} more of each class")
+    last = page.locator("#measured-line").get_attribute("points").split()[-1]
+    assert float(last.split(",")[1]) == pytest.approx(90 - 80 * [*curve.measured.values()][-1])
+
+
+def test_one_class_is_told_from_everything_else(
+    context: BrowserContext, address: str, model: SimpleCNAPS, support: dict[str, list[Path]], queries: list[Path]
+) -> None:
+    page = open_page(context, address)
+    teach(page, {"red": support["red"]})
+    ask(page, queries)
+    classifier = SimpleCNAPSClassifier(
+        model, device="cpu", precision="float32", unknown_label="unknown", false_rejection_rate=1 / 6
+    ).fit(support["red"], ["red"] * 5, groups=range(5))
+    assert_same(page, classifier, queries)
+    expect(page.locator("#figure")).to_have_text("It tells “red” from everything else.")
+
+
+def test_a_few_more_pictures_are_learned_under_the_adaptation_of_before_at_once(
+    context: BrowserContext, address: str, support: dict[str, list[Path]], queries: list[Path]
+) -> None:
+    page = open_page(context, address)
+    teach(page, {name: support[name][:4] for name in NAMES})
+    ask(page, queries[:1])
+    page.evaluate(
+        """() => {
+            window.seen = [];
+            const plain = showLearned, before = learned.film;
+            showLearned = () => { seen.push([learned.table.labels.length, learned.film === before]); plain(); };
+        }"""
+    )
+    drop(page, support["red"][4:], "#classes > .class")
+    until(page, "seen.length === 2")
+    learned(page)
+    assert page.evaluate("seen") == [[13, True], [13, False]]
+
+    # The next visit begins with what was adapted.
+    page.reload()
+    until(page, "typeof learned !== 'undefined' && learned !== null")
+    assert page.evaluate("adaptation.key") == page.evaluate("examples().map(one => one.id).join()")
+    learned(page)
+    calls = page.evaluate("adaptation.features.size")
+    assert calls == 13
 
 
 def test_the_page_that_it_makes_answers_as_it_does(
@@ -267,8 +394,8 @@ def test_a_page_made_with_a_classifier_begins_with_its_classes_until_they_are_re
     with served(tmp_path / "site") as site:
         page = open_page(context, site.address)
         learned(page)
-        assert page.locator(".class h3").all_text_contents() == ["a", "b"]
-        assert page.locator(".class .remove:visible").count() == 0
+        assert page.locator("#classes > .class h3").all_text_contents() == ["a", "b"]
+        assert page.locator("#classes .remove:visible").count() == 0
         ask(page, queries[:1])
         classifier = SimpleCNAPSClassifier.load(folder / "classifier.safetensors")
         assert answers(page)[queries[0].name][0] == classifier.predict(queries[:1])[0]
@@ -277,7 +404,7 @@ def test_a_page_made_with_a_classifier_begins_with_its_classes_until_they_are_re
         expect(page.locator("#status")).to_have_text("Everything is removed.", timeout=TIMEOUT)
         page.reload()
         expect(page.locator("#status")).to_have_text("Ready.", timeout=TIMEOUT)
-        assert page.locator(".class").count() == 0
+        assert page.locator("#classes > .class").count() == 0
 
 
 def test_a_class_that_is_named_while_the_page_loads_is_there(context: BrowserContext, address: str) -> None:
@@ -285,9 +412,9 @@ def test_a_class_that_is_named_while_the_page_loads_is_there(context: BrowserCon
     page.goto(address)
     page.locator("#name").fill("early")
     page.locator("#name").press("Enter")
-    expect(page.locator(".class h3")).to_have_text("early", timeout=TIMEOUT)
+    expect(page.locator("#classes > .class h3")).to_have_text("early", timeout=TIMEOUT)
     page.reload()
-    expect(page.locator(".class h3")).to_have_text("early", timeout=TIMEOUT)
+    expect(page.locator("#classes > .class h3")).to_have_text("early", timeout=TIMEOUT)
 
 
 def test_names_of_classes_and_files_are_text(
@@ -299,7 +426,7 @@ def test_names_of_classes_and_files_are_text(
     page = open_page(context, address)
     teach(page, {HOSTILE: [hostile, support["red"][1]], "other": support["blue"][:2]})
     ask(page, [hostile])
-    assert page.locator(".class h3").first.text_content() == HOSTILE
+    assert page.locator("#classes > .class h3").first.text_content() == HOSTILE
     assert page.locator("main img").count() == 0
     assert page.title() == "Teach & <ask>"
     drop(page, [tmp_path / "no picture.png"])
@@ -308,7 +435,7 @@ def test_names_of_classes_and_files_are_text(
         page.locator("#name").fill(name)
         page.locator("#name").press("Enter")
         expect(page.locator("#status")).to_contain_text(reason)
-    assert page.locator(".class").count() == 2
+    assert page.locator("#classes > .class").count() == 2
 
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
@@ -333,20 +460,26 @@ def test_names_of_classes_and_files_are_text(
         keep(page, f"teaching-page-{scheme}-narrow", full_page=True)
 
 
-def test_several_threads_where_the_server_allows_them_find_the_same(
+def test_several_threads_find_the_same_where_the_server_allows_them_and_at_later_visits(
     context: BrowserContext, address: str, folder: Path
 ) -> None:
     features = """async () => {
         const square = Uint8Array.from({length: 3 * page.side * page.side}, (_, index) => 37 * index % 256);
         return [crossOriginIsolated, [...(await network(square, identityFilm())).features]];
     }"""
-    isolated, alone = open_page(context, address).evaluate(features)
+    first = open_page(context, address)
+    isolated, alone = first.evaluate(features)
     assert not isolated
     with served(folder) as site:
         site.isolated = True
         isolated, together = open_page(context, site.address).evaluate(features)
     assert isolated
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)
+    first.reload()
+    expect(first.locator("#status")).to_contain_text("Ready.", timeout=TIMEOUT)
+    isolated, later = first.evaluate(features)
+    assert isolated
+    assert later == together
 
 
 def test_the_cameras_frames_are_answered_and_kept_in_a_class(
@@ -365,7 +498,7 @@ def test_the_cameras_frames_are_answered_and_kept_in_a_class(
     expect(page.locator("#live .label")).to_have_text("red", timeout=TIMEOUT)
     page.locator("#target").select_option(label="blue")
     page.locator("#keep").click()
-    expect(page.locator(".class:last-child .count")).to_have_text("2 pictures", timeout=TIMEOUT)
+    expect(page.locator("#classes > .class:last-child .count")).to_have_text("2 pictures", timeout=TIMEOUT)
     page.locator("#stop").click()
     expect(page.locator("#live")).to_be_hidden()
 
@@ -408,7 +541,6 @@ def test_the_description_names_what_film_follows(folder: Path, model: SimpleCNAP
     [
         ({"head": "cosine"}, ["a", "b"] * 4, 'head="auto"'),
         ({}, [1, 2] * 4, "not numbers such as 1"),
-        ({"priors": {"a": 0.9, "b": 0.1}}, ["a", "b"] * 4, "fit without priors"),
     ],
 )
 def test_a_classifier_that_the_page_cannot_go_on_from_is_refused(
