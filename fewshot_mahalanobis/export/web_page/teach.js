@@ -48,18 +48,23 @@ async function adapted(support) {
   return (await ask({job: "run", graph: "film", inputs}, [small.buffer, frozen.buffer])).film;
 }
 
-let version = 0, learning = null;
+let version = 0, seen = 0, learning = null, reading = 0; // how often the pictures have changed; files being read
 
 /** The pictures have changed: learn from them, and from those that change meanwhile. */
 function changed() {
   version++;
   showClasses();
-  learning ??= learn().finally(() => { learning = null; });
-  return learning;
+  return learnIfChanged();
+}
+
+/** Learn, once no more pictures are being read. */
+async function learnIfChanged() {
+  if (!reading && seen !== version) learning ??= learn().finally(() => { learning = null; });
+  await learning;
 }
 
 async function learn() {
-  for (let seen = -1; seen !== version;) {
+  while (seen !== version) {
     seen = version;
     try {
       await learnFrom(examples(), () => seen !== version);
@@ -71,9 +76,12 @@ async function learn() {
   if (learned) showCurve(learned);
 }
 
+/** Are there two classes, or enough pictures of one to tell it from everything else? */
+const teachable = support => start !== null || new Set(support.map(one => one.label)).size > 1 || support.length > 1;
+
 async function learnFrom(support, outdated) {
   const labels = [...new Set([...startLabels(), ...support.map(one => one.label)])].sort(inOrder);
-  if (!labels.length || labels.length < 2 && support.length < 2 && !start) return learnNothing();
+  if (!teachable(support)) return learnNothing();
   const key = start ? "start" : support.map(one => one.id).join();
   let under = adaptation;
   if (under && under.key !== key) {
@@ -195,7 +203,7 @@ async function answerAll() {
   if (!learned) {
     for (const query of asked) query.answer = null;
     asked.forEach(showQuery);
-    if (asked.length && !learning) say("Give two classes at least one picture each: then it answers.");
+    if (asked.length && !teachable(examples())) say("Give two classes at least one picture each: then it answers.");
     return;
   }
   const by = learned;
@@ -218,6 +226,7 @@ async function addFiles(files, label) {
   if (saved) return openClassifier(saved);
   if (!files.length) return;
   const unreadable = [];
+  reading++;
   for (const [index, file] of files.entries()) {
     say(files.length === 1 ? "Reading the picture …" : `Reading picture ${index + 1} of ${files.length} …`);
     try {
@@ -227,7 +236,8 @@ async function addFiles(files, label) {
       console.warn(file.name, error);
     }
   }
-  await (label === null ? answerAll() : changed());
+  reading--;
+  await (label === null ? Promise.all([answerAll(), learnIfChanged()]) : changed());
   if (unreadable.length) say(`${element("status").textContent} Not opened as a picture: ${unreadable.join(", ")}.`, true);
 }
 
