@@ -48,7 +48,9 @@ def _teach_and_ask(page: Page) -> None:
     for name, squares in SUPPORT.items():
         page.locator("#name").fill(name)
         page.locator("#name").press("Enter")
-        page.locator("#classes > .class:last-child [type=file]").set_input_files(_files(name, pieces({name: squares})[0]))
+        page.locator("#classes > .class:last-child [type=file]").set_input_files(
+            _files(name, pieces({name: squares})[0])
+        )
     _wait(page, "examples().length === 25 && learning === null && learned")
     for name, squares in QUERIES.items():
         page.locator("#files").set_input_files(_files(name, pieces({name: squares})[0][:1]))

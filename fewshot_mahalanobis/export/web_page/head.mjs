@@ -1,6 +1,6 @@
 // The default head in JavaScript: what `gaussians/plda.py`, `gaussians/temperature.py`, and in `support_set/`
-// `calibration.py`, `unknown.py`, `negatives.py` and `priors.py` compute, with their names, in float64. The formulas are
-// explained there.
+// `calibration.py`, `unknown.py`, `negatives.py` and `priors.py` compute, with their names, in float64. The formulas
+// are explained there.
 //
 // Features are arrays of n Float64Arrays of length d, labels arrays of n integers 0..k-1, groups arrays of n integers;
 // examples of equal number are left out together.
@@ -824,7 +824,8 @@ const complete = support => ({...support, groups: support.groups ?? [...support.
  *  The head's own distances need no factor that puts left-out examples as far as queries: its model has r_k for that. */
 function calibrate(settings, support, margins, {temperature, falseRejectionRate, reject}) {
   const {features, unadapted, labels, groups} = support, weights = leftOutWeights(labels, groups);
-  const fixed = temperature === "auto" ? 1 : temperature, paired = [...labels.keys()].filter(index => weights[index] > 0);
+  const fixed = temperature === "auto" ? 1 : temperature;
+  const paired = [...labels.keys()].filter(index => weights[index] > 0);
   if (!paired.length || !(reject || temperature === "auto")) return {temperature: fixed, outliers: null};
   const of = rows => paired.map(index => rows[index]), own = of(labels), counted = of(weights);
   const logits = of(leaveOneOutLogits(settings, features, labels, groups));

@@ -1,5 +1,5 @@
-// How many pictures are enough: what `support_set/learning_curve.py` computes, with its names. The formulas are explained
-// there. Draws are random here as there, but not the same ones.
+// How many pictures are enough: what `support_set/learning_curve.py` computes, with its names. The formulas are
+// explained there. Draws are random here as there, but not the same ones.
 "use strict";
 
 const LEVEL = [2.5, 2], BETWEEN = 0.7, SLOPE = [2, 1];
@@ -34,8 +34,8 @@ function shuffled(n, random) {
 
 /** The curve of a support set under a head's settings, or null if no class has two groups or there is one class.
  *
- *  `head` is the module head.mjs, `leftOut` the logits of left-out examples; `permutation`: of n, for the draws; `pause`:
- *  a promise to wait for after each of them. */
+ *  `head` is the module head.mjs, `leftOut` the logits of left-out examples. `permutation` orders n sets for a draw,
+ *  before which `pause` is waited for. */
 export async function learningCurve(head, settings, {features, labels, groups}, leftOut, {permutation, pause} = {}) {
   const random = randomNumbers(), sets = new Sets(labels, groups), {counts} = sets, k = counts.length;
   const most = Math.max(...counts);
@@ -180,7 +180,7 @@ function expected(counts, mode, covariance, more) {
   return {accuracy, low, high};
 }
 
-/** The class of which more images would raise the accuracy over all classes most, how many, and whether that is sure. */
+/** The class of which more images would raise the accuracy over all classes most, how many, and whether it is sure. */
 function mostUseful(head, counts, mode, hessian, random) {
   const k = counts.length;
   const gain = (theta, shots, more) => shots.map((count, label) =>

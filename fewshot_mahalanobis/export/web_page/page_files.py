@@ -153,7 +153,8 @@ def write_page(folder: Path, page: Page) -> None:
         (folder / name).write_text(_asset(name), encoding="utf-8")
     for name, (template, text) in page.templates.items():
         places = {"version": __version__, "policy": _policy(server), **text}
-        filled = _filled(template, {place: html.escape(value) for place, value in places.items()})
+        escaped = {place: html.escape(value) for place, value in places.items()}
+        filled = _filled(template, {"head": _asset("head.html"), **escaped})
         (folder / name).write_text(filled, encoding="utf-8")
     description = {
         "made_by": f"{_MADE_BY} {__version__}",

@@ -143,7 +143,7 @@ function resized(numbers, rows, length, inner, size) {
   for (let place = 0; place < size; place++) {
     const centre = (place + 0.5) * scale, first = Math.max(Math.floor(centre - reach + 0.5), 0);
     const count = Math.min(Math.floor(centre + reach + 0.5), length) - first;
-    const heights = Array.from({length: count}, (_, i) => Math.max(1 - Math.abs((first + i + 0.5 - centre) / reach), 0));
+    const heights = Array.from({length: count}, (_, i) => Math.max(1 - Math.abs(first + i + 0.5 - centre) / reach, 0));
     const total = heights.reduce((one, other) => one + other, 0);
     const weights = Int32Array.from(heights, height => height / total * 2 ** 22 + 0.5);
     for (let row = 0; row < rows; row++) {

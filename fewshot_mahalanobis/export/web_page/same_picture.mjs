@@ -1,5 +1,5 @@
-// Which pictures are the same again, compressed, mirrored or slightly cropped: what `images/same_picture.py` computes, with
-// its names and in float64. How, and why, is explained there.
+// Which pictures are the same again, compressed, mirrored or slightly cropped: what `images/same_picture.py` computes,
+// with its names and in float64. How, and why, is explained there.
 "use strict";
 
 const SIDE = 48, DISAGREEMENT = 0.01, COLOUR = 0.04, NEAREST = 3, CORRELATION = 0.5, COARSE_DISAGREEMENT = 0.4;
@@ -59,10 +59,12 @@ function alike(tiny, features) {
 /** Whether two pictures are the same, the first of them mirrored or not. */
 function isSame(pictures, grey, i, j, mirrored) {
   const first = mirrored ? mirrorImage(grey[i], COARSE_SIDE) : grey[i];
-  const placed = aligned(first, grey[j], [1, 1, 0, 0], COARSE_STEPS, COARSE_SIDE), coarse = moved(grey[j], placed, COARSE_SIDE);
+  const placed = aligned(first, grey[j], [1, 1, 0, 0], COARSE_STEPS, COARSE_SIDE);
+  const coarse = moved(grey[j], placed, COARSE_SIDE);
   if (!(disagreement(first, coarse.values, coarse.inside, COARSE_SIDE) <= COARSE_DISAGREEMENT)) return false;
   const [a, b] = [mirrored ? mirrorImage(pictures[i], SIDE) : pictures[i], pictures[j]].map(blurred);
-  const finely = aligned(brightness(a), brightness(b), placed, FINE_STEPS, SIDE), {values, inside} = moved(b, finely, SIDE);
+  const finely = aligned(brightness(a), brightness(b), placed, FINE_STEPS, SIDE);
+  const {values, inside} = moved(b, finely, SIDE);
   const area = sum(inside), part = SIDE ** 2;
   const colours = [0, 1, 2].map(channel => {
     let total = 0;
@@ -77,7 +79,8 @@ function isSame(pictures, grey, i, j, mirrored) {
 /** Move and scale a grey picture b to fit a, from scales and shifts along x and y on, by Gauss-Newton steps. */
 function aligned(a, b, placed, steps, side) {
   for (let step = 0; step < steps; step++) {
-    const {values, inside} = moved(b, placed, side), square = [0, 1, 2, 3].map(() => [0, 0, 0, 0]), right = [0, 0, 0, 0];
+    const {values, inside} = moved(b, placed, side);
+    const square = [0, 1, 2, 3].map(() => [0, 0, 0, 0]), right = [0, 0, 0, 0];
     for (let y = 1; y < side - 1; y++) {
       for (let x = 1; x < side - 1; x++) {
         const at = y * side + x;
@@ -155,21 +158,23 @@ function moved(b, [scaleX, scaleY, shiftX, shiftY], side) {
 /** Of the middle of a pixel, from -1 to 1. */
 const middle = (index, side) => (index + 0.5) * 2 / side - 1;
 
-const mirrorImage = (picture, side) => picture.map((_, index) => picture[index - index % side + side - 1 - index % side]);
+const mirrorImage = (picture, side) => picture.map((_, at) => picture[at - at % side + side - 1 - at % side]);
 
 /** Planes (c, from, from) -> (c, to, to): weighted means under a triangle. */
 function shrunk(planes, from, to) {
   const scale = from / to;
   const weights = Array.from({length: to}, (_, place) => {
-    const heights = Float64Array.from({length: from}, (_, at) => Math.max(1 - Math.abs((at + 0.5) / scale - place - 0.5), 0));
+    const distances = Float64Array.from({length: from}, (_, at) => Math.abs((at + 0.5) / scale - place - 0.5));
+    const heights = distances.map(distance => Math.max(1 - distance, 0));
     const all = sum(heights);
     return heights.map(height => height / all);
   });
-  const along = rows => rows.flatMap(row => weights.map(weight => dot(weight, row)));
+  const along = values => weights.map(weight => dot(weight, values));
   const found = [];
   for (let start = 0; start < planes.length; start += from * from) {
-    const rows = Array.from({length: from}, (_, y) => along([planes.subarray(start + y * from, start + (y + 1) * from)]));
-    const columns = Array.from({length: to}, (_, x) => along([rows.map(row => row[x])]));
+    const row = y => planes.subarray(start + y * from, start + (y + 1) * from);
+    const rows = Array.from({length: from}, (_, y) => along(row(y)));
+    const columns = Array.from({length: to}, (_, x) => along(rows.map(one => one[x])));
     for (let y = 0; y < to; y++) for (let x = 0; x < to; x++) found.push(columns[x][y]);
   }
   return Float64Array.from(found);

@@ -1,11 +1,12 @@
-// Teaches a classifier in this browser. The network adapts anew whenever the pictures change, as `fit` does; until it has,
-// the page answers by the adaptation of before, under which it has learned the new pictures already, as `partial_fit` does.
+// Teaches a classifier in this browser. The network adapts anew whenever the pictures change, as `fit` does. Until it
+// has, the page answers by the adaptation of before, under which it learns a few new pictures at once, as `partial_fit`
+// does.
 "use strict";
 
 const UNKNOWN = "unknown", FALSE_REJECTION_RATE = 0.05, SMALL = 84, TINY = 48;
 const NONE = ""; // label of pictures that belong to none of the classes
 const PATIENCE = 1000; // milliseconds after which the page says that it is learning
-const FEW = 0.25; // share of the pictures that may be new for it to learn under the adaptation of before, in the meantime
+const FEW = 0.25; // share of the pictures that may be new if it is to learn under the adaptation of before
 
 let classes = []; // names, in the order in which they were added
 let shares = null; // how common each class is, by its name; null if nobody said so
@@ -306,7 +307,8 @@ async function shareChanged(name, text) {
 // ---------------------------------------------------------------- showing
 
 function canvasOf({square, name}) {
-  const canvas = document.createElement("canvas"), side = Math.round(Math.sqrt(square.length / 3)), pixels = new ImageData(side, side);
+  const canvas = document.createElement("canvas"), side = Math.round(Math.sqrt(square.length / 3));
+  const pixels = new ImageData(side, side);
   for (let i = 0; i < side * side; i++) {
     for (let channel = 0; channel < 3; channel++) pixels.data[4 * i + channel] = square[channel * side * side + i];
     pixels.data[4 * i + 3] = 255;
@@ -359,7 +361,7 @@ function numberInStart(name) {
 }
 
 function classCard(name) {
-  const card = fromTemplate("class"), input = card.querySelector("[type=file]"), share = card.querySelector(".share input");
+  const card = fromTemplate("class"), [input, share] = ["file", "number"].map(type => card.querySelector(`[type=${type}]`));
   card.dataset.name = name;
   setText(card.querySelector("h3"), name);
   card.querySelector(".remove").setAttribute("aria-label", `Remove the class ${name}`);
@@ -398,18 +400,25 @@ function showLearned() {
   element("save").disabled = element("save-page").disabled = !learned;
   if (!learned || learned.curve === undefined) element("enough").hidden = true;
   if (!learned) {
-    return setText(element("figure"), "Two classes with a picture each are enough to begin, or two pictures of one class.");
+    return setText(element("figure"),
+      "Two classes with a picture each are enough to begin, or two pictures of one class.");
   }
   const {fitted: {right, counted}, labels, copies, contradictions} = learned, said = [];
   if (labels.length === 1) said.push(`It tells “${labels[0]}” from everything else.`);
-  else if (!counted) said.push("Give each class a second picture: then it measures how well it does, and tells pictures of no class.");
-  else said.push(`Each left out in turn, ${right} of ${counted} pictures are recognised (${percent(right / counted)}).`);
-  if (copies) said.push(`${copies} of the pictures ${copies === 1 ? "is a copy of another" : "are copies of others"}, the same again, `
-    + "compressed, mirrored or cropped: copies are left out together and count once.");
-  for (const [one, other] of contradictions.slice(0, 3)) {
-    said.push(`${one.name} in “${one.label}” and ${other.name} in “${other.label}” are the same picture: remove one of them.`);
+  else if (!counted) {
+    said.push("Give each class a second picture: then it measures how well it does, and tells pictures of no class.");
+  } else said.push(`Each left out in turn, ${right} of ${counted} pictures are recognised (${percent(right / counted)}).`);
+  if (copies) {
+    said.push(`${copies} of the pictures ${copies === 1 ? "is a copy of another" : "are copies of others"}, the same `
+      + "again, compressed, mirrored or cropped: copies are left out together and count once.");
   }
-  if (ofNone().length && !learned.options.reject) said.push("Pictures of none of these count once a class has two pictures.");
+  for (const [one, other] of contradictions.slice(0, 3)) {
+    said.push(`${one.name} in “${one.label}” and ${other.name} in “${other.label}” are the same picture: remove one of `
+      + "them.");
+  }
+  if (ofNone().length && !learned.options.reject) {
+    said.push("Pictures of none of these count once a class has two pictures.");
+  }
   setText(element("figure"), said.join(" "));
 }
 
@@ -425,11 +434,12 @@ async function showCurve(by) {
     ? `More pictures would bring little: ${usual} more of each class, less than 1 point.`
     : sure ? `About ${images} more ${images === 1 ? "picture" : "pictures"} of ${name} should help most.`
       : `More pictures may help, of ${name} first, but which class needs them most is uncertain.`);
-  setText(element("expected"), `Expected on new ones: ${range(now)}, and with ${usual} more of each class ${range(more.at(-1))}.`);
+  setText(element("expected"),
+    `Expected on new ones: ${range(now)}, and with ${usual} more of each class ${range(more.at(-1))}.`);
   drawCurve(curve);
 }
 
-/** The accuracy by the number of pictures of each class: measured as a line, expected as a dashed one with its interval. */
+/** The accuracy by the number of pictures of each class: measured, and dashed what is expected, with its interval. */
 function drawCurve({counts, measured, now, more}) {
   const last = Math.max(...counts), expected = [now, ...more].map((one, extra) => [last + extra, one]);
   const points = pairs => pairs.map(([m, share]) =>
@@ -458,7 +468,8 @@ function showQuery(query) {
 
 /** The classifier as a file (Blob). */
 async function classifierFile() {
-  const {film, labels, priors, table, options, fitted} = learned, width = table.features[0].length, n = table.labels.length;
+  const {film, labels, priors, table, options, fitted} = learned;
+  const width = table.features[0].length, n = table.labels.length;
   const tensors = Object.fromEntries(Object.entries(model.tensors).filter(([name]) => name.startsWith("model.")));
   const flat = rows => Float32Array.from(rows.flatMap(row => [...row]));
   let from = 0;
@@ -485,7 +496,7 @@ async function classifierFile() {
       false_rejection_rate: options.falseRejectionRate},
     labels: {dtype: `<U${Math.max(...labels.map(label => codePoints(label).length))}`, classes: labels,
       allowed: allowedLabels(labels)},
-    fitted: {...header.fitted, settled: {name: "auto", settings: fitted.settings}, temperature: fitted.temperature, priors,
+    fitted: {...header.fitted, priors, settled: {name: "auto", settings: fitted.settings}, temperature: fitted.temperature,
       unknown_label: rejects ? options.unknown : null, threshold: fitted.outliers?.threshold ?? null,
       units: fitted.outliers?.units ?? null, group_names: null},
   });
@@ -525,9 +536,9 @@ async function openClassifier(file) {
   try {
     const bytes = await file.arrayBuffer(), opened = readClassifier(bytes);
     checkClassifier(opened);
-    if (examples().length + ofNone().length && !confirm(`Put “${file.name}” in place of the classes and pictures that are here?`)) return;
-    for (const one of examples()) await forgetPicture(one.id);
-    for (const one of ofNone()) await forgetPicture(one.id);
+    const own = [...examples(), ...ofNone()], question = `Put “${file.name}” in place of the classes and pictures here?`;
+    if (own.length && !confirm(question)) return;
+    for (const one of own) await forgetPicture(one.id);
     pictures = queries();
     [classes, start, adaptation] = [[], opened, null];
     await storeState("classes", classes);
@@ -616,13 +627,15 @@ offerCamera(async picture => {
   if (learned) showAnswer(element("live"), await decide(squareOf(picture, page.side), learned), outputLabels());
 }, async ({picture, name}) => {
   await ready;
-  const {value} = element("target"), label = value === "none" ? NONE : value.startsWith("class ") ? value.slice(6) : null;
+  const {value} = element("target");
+  const label = value === "none" ? NONE : value.startsWith("class ") ? value.slice(6) : null;
   await addPicture(picture, name, label);
   await (label === null ? answerAll() : changed());
 });
 element("shares").addEventListener("change", async event => {
   await ready;
-  await setShares(event.target.checked ? Object.fromEntries(classNames().map(name => [name, 100 / classNames().length])) : null);
+  const names = classNames(), equal = Object.fromEntries(names.map(name => [name, 100 / names.length]));
+  await setShares(event.target.checked ? equal : null);
   await changed();
 });
 element("clear").addEventListener("click", async () => {

@@ -54,7 +54,8 @@ const jobs = {
   /** The learning curve of a fitted head. */
   async curve({number}) {
     const {fitted: {settings}, support, logits} = heads.get(number);
-    return curve.learningCurve(head, settings, support, logits, {pause: () => new Promise(resolve => setTimeout(resolve))});
+    const pause = () => new Promise(resolve => setTimeout(resolve));
+    return curve.learningCurve(head, settings, support, logits, {pause});
   },
 
   /** A fitted head's answer to a picture's features. */
