@@ -334,15 +334,15 @@ def test_a_few_more_pictures_are_learned_under_the_adaptation_of_before_at_once(
     ask(page, queries[:1])
     page.evaluate(
         """() => {
-            window.seen = [];
+            window.rounds = [];
             const plain = showLearned, before = learned.film;
-            showLearned = () => { seen.push([learned.table.labels.length, learned.film === before]); plain(); };
+            showLearned = () => { rounds.push([learned.table.labels.length, learned.film === before]); plain(); };
         }"""
     )
     drop(page, support["red"][4:], "#classes > .class")
-    until(page, "seen.length === 2")
+    until(page, "rounds.length === 2")
     learned(page)
-    assert page.evaluate("seen") == [[13, True], [13, False]]
+    assert page.evaluate("rounds") == [[13, True], [13, False]]
 
     # The next visit begins with what was adapted.
     page.reload()
