@@ -398,7 +398,7 @@ function thumbnail(picture) {
 /** How well it does on its own pictures. */
 function showLearned() {
   element("save").disabled = element("save-page").disabled = !learned;
-  if (!learned || learned.curve === undefined) element("enough").hidden = true;
+  element("enough").hidden = true; // until it is measured anew
   if (!learned) {
     return setText(element("figure"),
       "Two classes with a picture each are enough to begin, or two pictures of one class.");
@@ -542,6 +542,7 @@ async function openClassifier(file) {
     pictures = queries();
     [classes, start, adaptation] = [[], opened, null];
     await storeState("classes", classes);
+    await storeState("adaptation", null);
     await storeState("start", bytes);
     await setShares(sharesOfStart());
     say(`Going on from “${file.name}”.`);
@@ -599,7 +600,7 @@ async function load() {
   pictures = await storedPictures();
   if (await storedState("network") === page.features.integrity) adaptation = await storedState("adaptation") ?? null;
   else await renew();
-  nextId = 1 + Math.max(0, ...pictures.map(one => one.id));
+  nextId = 1 + Math.max(0, ...pictures.map(one => one.id), ...(adaptation?.features.keys() ?? []));
   queries().forEach(showQuery);
   say("Ready.");
 }
