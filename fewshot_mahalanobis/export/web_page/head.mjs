@@ -11,7 +11,7 @@ const ONE_SHOT_CENTRE = 1.5, ONE_SHOT_SPREAD = 0.1, ONE_SHOT_SCALE = 14.0;
 const SHARE_PRIOR = {candidates: [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], centre: 0.0, spread: 0.2}, CLASS_EXAMPLES = 5;
 const MIN_SPREAD = 1e-2, MAX_SPREAD = 1e4, MAX_LEFT_OUT = 250, POWER_CLASSES = 10, PSEUDO_EXAMPLES = 0.25;
 const FEATURE_TERMS = ["adapted_cosine", "centred_cosine", "pretrained_cosine"]; // of the outlier score
-const WEIGHTS = {head: 1.0, adapted_cosine: 1.0, centred_cosine: 1.0, pretrained_cosine: 2.0, negatives: 4.0}; // w_j
+const WEIGHTS = {head: 1.0, adapted_cosine: 1.0, centred_cosine: 1.0, pretrained_cosine: 2.0, negatives: 3.0}; // w_j
 const MIN_ROUNDINGS = 2 ** 10, LARGEST_T = 10;
 
 // ---------------------------------------------------------------- vectors and matrices, as arrays of rows
@@ -715,12 +715,16 @@ class Margins {
   }
 
   of(logits) {
-    const margin = maximum(logits.slice(0, this.ways)) - maximum(logits.slice(this.ways));
+    return maximum(logits.slice(0, this.ways)) - maximum(logits.slice(this.ways));
+  }
+
+  /** As it counts. */
+  limited(margin) {
     return Math.min(margin, this.most);
   }
 
   ofQuery(query) {
-    return this.of(this.plda.logits(query));
+    return this.limited(this.of(this.plda.logits(query)));
   }
 
   /** Of each support example, left out. */
@@ -738,13 +742,14 @@ function usualMargin(plda, features) {
   return margins.sort((one, other) => one - other)[Math.floor((margins.length - 1) / 2)];
 }
 
-/** m_j and s_j / w_j of every term by its scores of left-out examples. */
-function scoreUnits(scores, weights) {
+/** m_j and s_j / w_j of every term by its scores of left-out examples, as they count and without a limit. */
+function scoreUnits(limited, scores, weights) {
   const n = sum(weights);
   return Object.fromEntries(Object.entries(scores).map(([name, ofExamples]) => {
     const centre = dot(weights, ofExamples) / n;
     const deviation = Math.sqrt(dot(weights, ofExamples.map(score => (score - centre) ** 2)) / (n - 1));
-    return [name, [centre, (deviation > 1e-6 * Math.abs(centre) ? deviation : 1) / WEIGHTS[name]]];
+    const unit = deviation > 1e-6 * Math.abs(centre) ? deviation : 1;
+    return [name, [dot(weights, limited[name]) / n, unit / WEIGHTS[name]]];
   }));
 }
 
@@ -836,11 +841,16 @@ function calibrate(settings, support, margins, {temperature, falseRejectionRate,
   for (const name of FEATURE_TERMS) {
     scores[name] = of(leaveOneOutCosines(name, compared[name], labels, groups)).map(row => -maximum(row));
   }
-  if (margins) scores.negatives = of(margins.leaveOneOut()).map(margin => -margin);
-  const units = scoreUnits(scores, counted), n = sum(counted);
+  const limited = {...scores};
+  if (margins) {
+    const ofExamples = of(margins.leaveOneOut());
+    scores.negatives = ofExamples.map(margin => -margin);
+    limited.negatives = ofExamples.map(margin => -margins.limited(margin));
+  }
+  const units = scoreUnits(limited, scores, counted), n = sum(counted);
   // The units come from the left-out examples themselves: squared deviations are too small by (n - 1) / (n + 1).
   const sums = paired.map((_, index) =>
-    standardisedSum(Object.fromEntries(Object.keys(scores).map(name => [name, scores[name][index]])), units)
+    standardisedSum(Object.fromEntries(Object.keys(limited).map(name => [name, limited[name][index]])), units)
     * Math.sqrt((n + 1) / (n - 1)));
   return {temperature: chosen, outliers: {threshold: rejectionThreshold(sums, falseRejectionRate, of(groups)), units}};
 }
