@@ -326,8 +326,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         if len(classes) < 2 and self.unknown_label is None and (allowed is None or len(allowed) < 2):
             raise ValueError(
                 f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}. To tell this "
-                "class from everything else, set unknown_label. A stream that begins with one class names all of "
-                "them: partial_fit(X, y, classes=...)"
+                "class from everything else, set unknown_label (on the command line --unknown-label). A stream that "
+                "begins with one class names all of them: partial_fit(X, y, classes=...)"
             )
         output_labels(classes, self.unknown_label)
 

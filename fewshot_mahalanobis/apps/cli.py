@@ -426,7 +426,9 @@ def _shares(priors: str) -> dict[str, float]:
         try:
             shares[label.strip()] = float(share)
         except ValueError:
-            raise ValueError(f"--priors: {entry!r} is not LABEL=SHARE, such as cat=0.9") from None
+            label = ""
+        if not label.strip():
+            raise ValueError(f"--priors: {entry!r} is not LABEL=SHARE, such as cat=0.9")
     return shares
 
 

@@ -18,6 +18,7 @@ from fewshot_mahalanobis.support_set.warn import warn_caller
 
 #: Shares whose sum is further from one than this are rescaled with a warning, as in LinearDiscriminantAnalysis.
 TOLERANCE = 1e-5
+_IN_THE_TERMINAL = "On the command line, fit to all images with --priors LABEL=SHARE,..."
 
 
 def checked_priors(
@@ -71,7 +72,7 @@ def _by_label(priors: Any, labels: list[Any], allowed: Sequence[Any]) -> dict[An
         if missing := [label for label in labels if label not in priors]:
             raise ValueError(
                 f"priors: the class {missing[0]!r} has no share. Give every class one: set_params(priors={{...}}) "
-                f"before fit or partial_fit, with a share for each of {labels}"
+                f"before fit or partial_fit, with a share for each of {labels}. {_IN_THE_TERMINAL}"
             )
         return dict(priors)
     values = np.asarray(priors, dtype=object)
@@ -79,6 +80,6 @@ def _by_label(priors: Any, labels: list[Any], allowed: Sequence[Any]) -> dict[An
         raise ValueError(
             f"priors have the shape {values.shape}, but there are {len(labels)} classes: set_params(priors=[...]) "
             f"before fit or partial_fit, with a share for each of {labels} in this order, or a mapping from label to "
-            "share"
+            f"share. {_IN_THE_TERMINAL}"
         )
     return dict(zip(labels, values.tolist(), strict=True))

@@ -307,7 +307,9 @@ def test_good_pictures_alone_are_told_from_everything_else(checkpoint, photos, t
     (tmp_path / "parts").mkdir()
     shutil.copytree(photos / "green", tmp_path / "parts" / "good")
     fit = ("fit", tmp_path / "parts", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
-    assert "To tell this class from everything else, set unknown_label" in run(*fit, status=1)
+    assert "To tell this class from everything else, set unknown_label (on the command line --unknown-label)" in run(
+        *fit, status=1
+    )
     said = run(*fit, "--unknown-label", "defect", "--false-rejection-rate", "0.3", "--report")
     assert "1 class (good 3)" in said
     assert "not measured, as there is one class" in said
@@ -608,7 +610,9 @@ def test_shares_of_the_classes_are_priors_of_the_saved_classifier(checkpoint, ph
     for wrong, message in (
         ("red=0.5,blue=half,green=0", "'blue=half' is not LABEL=SHARE"),
         ("red", "'red' is not LABEL=SHARE"),
+        ("0.5,0.3,0.2", "'0.5' is not LABEL=SHARE"),
         ("red=0.5,blue=0.5", "the class 'green' has no share"),
+        ("red=0.5,blue=0.5", "On the command line, fit to all images with --priors"),
         ("red=0.5,blue=0.3,green=0.1,gold=0.1", "'gold' is none of the classes"),
         ("red=1.5,blue=-0.5,green=0", "the share of 'blue' is -0.5"),
     ):
