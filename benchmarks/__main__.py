@@ -1,7 +1,7 @@
-"""Measure, print the tables, and write them into the records beside this package.
+"""Measure, print the tables, and write them into the pages in benchmarks/results.
 
-Each benchmark takes several minutes on an idle machine. Measured values are kept in benchmarks/results, so that an
-interrupted run resumes; ``--again`` measures anew.
+Each benchmark takes several minutes on an idle machine, and rewrites its own tables alone. Measured values are kept, so
+that an interrupted run resumes; ``--again`` measures anew.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 from benchmarks.record import RESULTS, Record, Table, machine
 from fewshot_mahalanobis.research.evaluation.tables import markdown_table
 
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-#: The record of each benchmark's tables, in benchmarks/results.
+#: The page of each benchmark's tables, in benchmarks/results.
 PAGES = {
     "speed.md": (
         "startup",
@@ -61,11 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not chosen.again:
             record.read()
         record.tables = importlib.import_module(f"benchmarks.{name}").run(record)
-        record.write()
         print("\n" + markdown(record.tables))
-    for page, of in PAGES.items():
-        if not chosen.quick and set(names) & set(of):
-            write_page(RESULTS / page, [Record(name).read() for name in of])
+        if not chosen.quick:
+            write_tables(RESULTS / next(page for page, of in PAGES.items() if name in of), record)
 
 
 def _data() -> Path | None:
@@ -78,18 +76,21 @@ def markdown(tables: Sequence[Table]) -> str:
     for table in tables:
         if table.rows:
             parts.append(f"### {table.title}\n\n{markdown_table(table.rows, table.header)}")
-            parts.extend([table.note] if table.note else [])
+            parts.extend(fill(paragraph, 120) for paragraph in table.note.split("\n\n") if paragraph)
     return "\n\n".join(parts)
 
 
-def write_page(page: Path, records: Sequence[Record]) -> None:
-    """Write the recorded tables between the markers of the page."""
-    before, rest = page.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    measured = [record for record in records if markdown(record.tables)]
-    machines = "; ".join(sorted({record.machine for record in measured}))
-    tables = "\n\n".join(markdown(record.tables) for record in measured)
-    page.write_text(f"{before}{BEGIN}\n\n{machines}.\n\n{tables}\n\n{END}{after}")
+def write_tables(page: Path, record: Record) -> None:
+    """Write the tables of one benchmark, and the machine, between its markers in the page."""
+    begin, end = markers(record.name)
+    before, rest = page.read_text().split(begin)
+    after = rest.split(end)[1]
+    page.write_text(f"{before}{begin}\n\n{record.machine}.\n\n{markdown(record.tables)}\n\n{end}{after}")
+
+
+def markers(name: str) -> tuple[str, str]:
+    """What stands before and after the tables of a benchmark in its page."""
+    return f"<!-- {name} -->", f"<!-- end of {name} -->"
 
 
 if __name__ == "__main__":

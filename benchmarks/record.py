@@ -1,6 +1,6 @@
-"""Measured values of a benchmark, kept on disk so that an interrupted run resumes.
+"""Measured values of a benchmark, kept on disk so that an interrupted run resumes. The pages have the tables.
 
-The tables are in git, the values of every round and episode are not.
+The values of every round and episode are not in git.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +58,17 @@ class Record:
     @property
     def path(self) -> Path:
         assert self.folder is not None
-        return self.folder / f"{self.name}.json"
+        return self.folder / "values" / f"{self.name}.json"
 
     def write(self) -> None:
-        if self.folder is None:
-            return
-        tables = [asdict(table) for table in self.tables]
-        _write(self.path, {"machine": self.machine, "tables": tables})
-        _write(self.folder / "values" / self.path.name, self.values)
+        if self.folder is not None:
+            _write(self.path, {"machine": self.machine, "values": self.values})
 
     def read(self) -> Record:
         """Read the values of an earlier run, if there are any."""
-        if self.folder is None:
-            return self
-        if self.path.exists():
+        if self.folder is not None and self.path.exists():
             stored = json.loads(self.path.read_text())
-            self.machine, self.tables = stored["machine"], [Table(**table) for table in stored["tables"]]
-        if (values := self.folder / "values" / self.path.name).exists():
-            self.values = json.loads(values.read_text())
+            self.machine, self.values = stored["machine"], stored["values"]
         return self
 
 

@@ -53,23 +53,24 @@ def test_a_value_is_measured_once_and_a_cut_off_run_goes_on(tmp_path: Path) -> N
     assert Record("a", tmp_path).read().values == {"x": [1.0]}
 
 
-def test_the_page_keeps_its_text_around_the_tables(tmp_path: Path) -> None:
+def test_a_benchmark_rewrites_its_own_tables_alone(tmp_path: Path) -> None:
     page = tmp_path / "speed.md"
-    page.write_text(f"before\n{command.BEGIN}\nold\n{command.END}\nafter\n")
-    record = Record("a", None, tables=[Table("Title", ["way", "time"], [["here", "1 s"]], "Note.")])
-    command.write_page(page, [record, Record("nothing measured", None)])
+    blocks = [f"{begin}\nold of {name}\n{end}\n" for name in ("a", "b") for begin, end in [command.markers(name)]]
+    page.write_text(f"before\n{blocks[0]}between\n{blocks[1]}after\n")
+    record = Record("a", None, tables=[Table("Title", ["way", "time"], [["here", "1 s"]], "Note.")], machine="Of a")
+    command.write_tables(page, record)
     text = page.read_text()
-    assert text.startswith(f"before\n{command.BEGIN}\n")
-    assert text.endswith(f"{command.END}\nafter\n")
-    assert "### Title" in text
+    begin, end = command.markers("a")
+    assert text.startswith(f"before\n{begin}\n\nOf a.\n\n### Title\n")
+    assert text.endswith(f"Note.\n\n{end}\nbetween\n{blocks[1]}after\n")
     assert re.search(r"^\| here +\| 1 s +\|$", text, re.MULTILINE)
-    assert "old" not in text
+    assert "old of a" not in text
 
 
 @pytest.mark.parametrize("page", command.PAGES)
-def test_the_records_have_the_markers(page: str) -> None:
+def test_a_page_has_a_place_for_each_of_its_benchmarks_in_their_order(page: str) -> None:
     text = (command.RESULTS / page).read_text()
-    assert text.index(command.BEGIN) < text.index(command.END)
+    assert re.findall(r"<!-- (?:end of )?(\w+) -->", text) == [name for name in command.PAGES[page] for _ in range(2)]
 
 
 def test_ratios_are_taken_round_by_round() -> None:

@@ -11,7 +11,6 @@ import click
 import pytest
 import typer.main
 
-from benchmarks.record import Record
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.research.data.datasets import DATA_SETS
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe, read_recipe
@@ -49,6 +48,13 @@ def test_the_launches_have_options_that_accelerate_and_the_command_know():
         assert MetaTrainRecipe.tasks_per_step % options.num_processes == 0
 
 
+def rows_below(text: str, title: str) -> list[list[str]]:
+    """Cells of the table whose title starts so, without the header."""
+    _, section = re.split(rf"^### {title}.*\n\n", text, flags=re.MULTILINE)
+    table = section[: section.index("\n\n")].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
 def test_the_file_of_settings_is_a_recipe(tmp_path):
     (file,) = [block for block in indented_blocks(PAGE) if not block.startswith("accelerate")]
     (tmp_path / "recipe.toml").write_text(file)
@@ -65,12 +71,11 @@ def test_the_recipe_for_meta_dataset_has_the_papers_settings_and_names_data_sets
 
 
 def test_the_extrapolated_costs_are_computed_from_those_of_the_benchmark():
-    tables = {table.title: table.rows for table in Record("meta_training").read().tables}
-    [costs] = (rows for title, rows in tables.items() if title.startswith("What an image of a training task costs"))
-    [episodes] = (rows for title, rows in tables.items() if title.startswith("Training episodes"))
+    text = (ROOT / "benchmarks" / "results" / "speed.md").read_text()
+    costs, episodes = rows_below(text, "What an image of a training task costs"), rows_below(text, "Training episodes")
     (_, support_flops, support_held), (_, query_flops, query_held) = costs
     _, _, support, query = episodes[-1]
-    record = " ".join((ROOT / "benchmarks" / "results" / "speed.md").read_text().split())
+    record = " ".join(text.split())
     assert f"costs {support_flops} GFLOP in a training step and holds {support_held} for the gradient" in record
     assert f"one more query image costs {query_flops} GFLOP and {query_held}" in record
     assert f"an episode has on average {support} support and {query} query images" in record
