@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -16,8 +16,9 @@ from fewshot_mahalanobis.networks.set_encoder import in_batches
 from fewshot_mahalanobis.networks.threads import map_in_threads
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
-#: Pixels at a time, four images of 224 pixels. From two to six images no number is faster on one core. With more, the
-#: largest maps exceed 32 MB in float32, and glibc fetches fresh, zeroed pages for each of them.
+#: Pixels at a time on one core, four images of 224 pixels, unless the network says another number. From two to six
+#: images no number is faster. With more, the largest maps exceed 32 MB in float32, and glibc fetches fresh, zeroed
+#: pages for each of them.
 MAX_CPU_PIXELS = 32 * 84 * 84
 
 
@@ -75,9 +76,8 @@ class AdaptedNetwork:
             return torch.empty(0, self.out_features, dtype=torch.float32, device=self.device)
         if self.device.type != "cpu":
             return torch.cat([self._extracted(batch) for batch in images.split(batch_size)])
-        of_each_thread = -(-len(images) // torch.get_num_threads())
-        largest = max(1, MAX_CPU_PIXELS // images[0, 0].numel())
-        return torch.cat(map_in_threads(self._extracted, images.split(min(batch_size, largest, of_each_thread))))
+        most = getattr(self.extractor, "cpu_pixels", MAX_CPU_PIXELS) // images[0, 0].numel()
+        return torch.cat(map_in_threads(self._extracted, _equal_batches(images, max(1, min(batch_size, most)))))
 
     def _extracted(self, images: Tensor) -> Tensor:
         images = channels_last(images.to(self.device, self.dtype))
@@ -117,6 +117,13 @@ class AdaptedTask:
     def logits(self, query_images: Tensor, batch_size: int = 64) -> Tensor:
         """Logits (m, k) of query images (m, 3, h, w) in [-1, 1]; their softmax is equation 1."""
         return self.fitted_head.logits(self.features(query_images, batch_size))
+
+
+def _equal_batches(images: Tensor, most: int) -> Sequence[Tensor]:
+    """As few batches of at most so many images as give each thread equally many."""
+    threads = torch.get_num_threads()
+    rounds = -(-len(images) // (threads * most))
+    return images.split(-(-len(images) // (threads * rounds)))
 
 
 def channels_last(images: Tensor) -> Tensor:

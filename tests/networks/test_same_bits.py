@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fewshot_mahalanobis import load_checkpoint
+from fewshot_mahalanobis.networks import efficientnet
 from fewshot_mahalanobis.networks.task import AdaptedNetwork
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
@@ -44,6 +45,18 @@ def threads_as_before() -> None:
 def test_features_have_the_same_bits_for_any_batch_and_number_of_threads(checkpoint, threads, batch_size):
     torch.set_num_threads(threads)
     assert torch.equal(network(checkpoint).features(images(), batch_size), one_by_one(checkpoint))
+
+
+@pytest.mark.parametrize("images_at_a_time", [1, 3])
+def test_features_have_the_same_bits_however_many_images_share_large_maps(images_at_a_time, monkeypatch):
+    calls, expected = list[int](), one_by_one("efficientnet-lite0")
+    stem = network("efficientnet-lite0").extractor.stem
+    hook = stem.register_forward_hook(lambda module, arguments, output: calls.append(len(output)))
+    monkeypatch.setattr(efficientnet, "_LARGEST_MAPS", images_at_a_time * 4 * 96 * (SIZE // 2) ** 2)
+    features = network("efficientnet-lite0").features(images())
+    hook.remove()
+    assert torch.equal(features, expected)
+    assert max(calls) == images_at_a_time
 
 
 @pytest.mark.parametrize("checkpoint", ["efficientnet-lite0", "resnet18"])
