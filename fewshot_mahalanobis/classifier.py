@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -301,8 +302,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         unadapted = _unadapted(model, dtype) if self.unknown_label is not None and network.film else None
 
         # Adapted network -> features -> fitted head.
-        seen = with_small_pictures(images, pictures)
-        examples = Features.joined([*features_of_batches(seen, network, unadapted, batch_size)])
+        with closing(with_small_pictures(images, pictures)) as seen:  # after an error no thread waits to decode more
+            examples = Features.joined([*features_of_batches(seen, network, unadapted, batch_size)])
         copies = same_pictures(torch.cat(pictures), examples.adapted)
         fitted_head = self._fit_head(head, examples, labels, names, copies, batches.name, priors=priors)
 
@@ -399,8 +400,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         if batches is None:
             new = [self._own(X)._replace(unadapted=None) if unadapted is None else self._own(X)]
         else:
-            images = with_small_pictures(batches, seen)
-            new = [*features_of_batches(images, network, unadapted, batches.batch_size)]
+            with closing(with_small_pictures(batches, seen)) as images:
+                new = [*features_of_batches(images, network, unadapted, batches.batch_size)]
         examples = Features.joined([old, *new])
         pictures, copies = self._copies(torch.cat(seen) if seen else None, examples.adapted, earlier)
 

@@ -9,7 +9,7 @@ pictures of different things are told apart however alike a network finds them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ def small_pictures(images: Tensor) -> Tensor:
     return small.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8).contiguous()
 
 
-def with_small_pictures(batches: Iterable[Tensor], pictures: list[Tensor]) -> Iterator[Tensor]:
+def with_small_pictures(batches: Iterable[Tensor], pictures: list[Tensor]) -> Generator[Tensor, None, None]:
     """Yield batches of images; small pictures of each batch are added to ``pictures``."""
     for images in batches:
         pictures.append(small_pictures(images))

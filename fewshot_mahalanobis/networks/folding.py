@@ -86,7 +86,7 @@ class FoldedConv(nn.Module):
         weight = weight.to(dtype or weight.dtype, memory_format=torch.channels_last)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
-        self._for_onednn: tuple[torch.Size, Tensor, Tensor] | None = None
+        self._for_onednn: tuple[tuple[torch.Size, int], Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         """Maps (n, C_in, h, w), and maps to be added (n, C, h', w') -> maps (n, C, h', w')."""
@@ -109,17 +109,19 @@ class FoldedConv(nn.Module):
         return activate(y if shortcut is None else y.add_(shortcut))
 
     def _weight_for_onednn(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The weight in the order in which oneDNN's kernel for maps of this size reads it.
+        """The weight in the order in which oneDNN's kernel for maps of this size and this number of threads reads it.
 
         Without it each call would bring the weight into that order, which takes a third of a call with one image. A
-        kernel for other sizes may want another order, and is up to 25 times as slow with this one.
+        kernel for other sizes or threads may want another order, and is up to 25 times as slow with this one.
         """
-        known, size = self._for_onednn, x.shape[2:]
-        if known is None or known[0] != size or known[1] is not self.weight:  # functional_call puts others in its place
+        known, wanted = self._for_onednn, (x.shape[2:], torch.get_num_threads())
+        if (
+            known is None or known[0] != wanted or known[1] is not self.weight
+        ):  # functional_call puts others in its place
             reordered = torch.ops.mkldnn._reorder_convolution_weight(
                 weight, self.padding, self.stride, (1, 1), self.groups, x.shape
             )
-            self._for_onednn = known = size, self.weight, reordered
+            self._for_onednn = known = wanted, self.weight, reordered
         return known[2]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

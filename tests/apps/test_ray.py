@@ -169,6 +169,18 @@ def test_labels_are_those_of_predict_and_unreadable_images_have_a_reason(labelle
         assert reason in row["error"]
 
 
+def test_a_task_of_ray_keeps_to_its_thread_and_gives_the_same_bits(cluster, classifier, collection):
+    paths = sorted(map(str, collection.glob("*/picture *")))[:40]
+
+    @ray.remote
+    def task(classifier: SimpleCNAPSClassifier) -> tuple[int, np.ndarray]:
+        return torch.get_num_threads(), classifier.transform(paths)
+
+    threads, features = ray.get(task.remote(classifier))
+    assert threads == 1
+    np.testing.assert_array_equal(features, classifier.transform(paths))
+
+
 def test_a_repeated_run_adds_what_is_new(labelled, saved, collection, tmp_path):
     for index in range(3):
         noisy(COLOURS["red"], index).save(collection / "2" / f"new {index}.png")

@@ -96,6 +96,22 @@ def test_one_convolution_reads_maps_of_several_sizes():
         torch.testing.assert_close(convolution(x), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+@torch.no_grad()
+def test_the_order_of_the_weight_is_that_for_the_number_of_threads():
+    """A kernel for two threads that gets the order for one may bring it into its own in every call, and slowly."""
+    convolution, x, before = folded(), maps(2), torch.get_num_threads()
+    orders = []
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            convolution(x)
+            orders.append(convolution._for_onednn)
+    finally:
+        torch.set_num_threads(before)
+    assert orders[0] is not orders[1] is orders[2]
+
+
 @torch.no_grad()
 def test_a_convolution_that_moved_computes_with_its_new_weights():
     convolution, x = folded(), maps(2)

@@ -66,7 +66,7 @@ def test_features_have_the_same_bits_in_any_order_and_company(checkpoint):
     assert torch.equal(network(checkpoint).features(images()[order]), one_by_one(checkpoint)[order])
 
 
-def test_a_picture_alone_has_the_same_bits_with_all_threads_in_each_layer():
+def test_a_picture_alone_has_the_same_bits_for_any_number_of_threads():
     alone = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)

@@ -56,17 +56,20 @@ def test_the_number_of_threads_stays_for_the_caller_and_for_new_threads() -> Non
     assert (torch.get_num_threads(), seen) == (3, [3])
 
 
-@pytest.mark.parametrize(("threads", "count"), [(3, 1), (1, 4)])
-def test_one_batch_or_one_thread_stays_in_the_calling_thread(threads: int, count: int) -> None:
-    torch.set_num_threads(threads)
+def test_a_single_batch_takes_one_thread_too() -> None:
+    assert map_in_threads(lambda batch: torch.tensor(torch.get_num_threads()), numbered(1)) == [1]
+
+
+def test_a_caller_with_one_thread_runs_all_batches_itself() -> None:
+    torch.set_num_threads(1)
     names = list[str]()
 
     def named(batch: Tensor) -> Tensor:
         names.append(threading.current_thread().name)
         return torch.tensor(torch.get_num_threads())
 
-    assert map_in_threads(named, numbered(count)) == [threads] * count
-    assert names == [threading.current_thread().name] * count
+    assert map_in_threads(named, numbered(4)) == [1] * 4
+    assert names == [threading.current_thread().name] * 4
 
 
 @pytest.mark.parametrize("count", [1, 4])
