@@ -86,7 +86,7 @@ class FoldedConv(nn.Module):
         weight = weight.to(dtype or weight.dtype, memory_format=torch.channels_last)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
-        self._for_onednn: tuple[tuple[torch.Size, int], Tensor, Tensor] | None = None
+        self._for_onednn: dict[int, tuple[torch.Size, Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         """Maps (n, C_in, h, w), and maps to be added (n, C, h', w') -> maps (n, C, h', w')."""
@@ -114,22 +114,21 @@ class FoldedConv(nn.Module):
         Without it each call would bring the weight into that order, which takes a third of a call with one image. A
         kernel for other sizes or threads may want another order, and is up to 25 times as slow with this one.
         """
-        known, wanted = self._for_onednn, (x.shape[2:], torch.get_num_threads())
-        if (
-            known is None or known[0] != wanted or known[1] is not self.weight
-        ):  # functional_call puts others in its place
+        threads, size = torch.get_num_threads(), x.shape[2:]
+        known = self._for_onednn.get(threads)
+        if known is None or known[0] != size or known[1] is not self.weight:  # functional_call puts others in its place
             reordered = torch.ops.mkldnn._reorder_convolution_weight(
                 weight, self.padding, self.stride, (1, 1), self.groups, x.shape
             )
-            self._for_onednn = known = wanted, self.weight, reordered
+            self._for_onednn[threads] = known = size, self.weight, reordered
         return known[2]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._for_onednn = None
+        self._for_onednn = {}
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_for_onednn": None}  # such a tensor can be neither copied nor pickled
+        return self.__dict__ | {"_for_onednn": {}}  # such a tensor can be neither copied nor pickled
 
 
 def _fuses(x: Tensor) -> bool:

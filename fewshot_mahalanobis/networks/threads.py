@@ -1,8 +1,7 @@
 """The cores of a processor, shared by images rather than by layers.
 
 With all cores in each layer, every layer ends when the slowest core does. That is slow where the layers are small, and
-very slow where other work takes a core away. So each batch runs on one core from the first layer to the last, and no
-bit of it depends on how many there are.
+very slow where other work takes a core away. So each batch runs on one core from the first layer to the last.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ def map_in_threads(function: Callable[[Tensor], Tensor], batches: Sequence[Tenso
     """``[function(batch) for batch in batches]`` without gradients, a batch on each core.
 
     As many run at once as the calling thread has intra-op threads (``torch.get_num_threads()``), which stay as they
-    are. A single batch takes one core too: all of them within its layers gain little, and on a busy machine lose a
-    factor of ten or more. A caller with one thread, as in the workers of joblib and ``DataLoader``, runs them itself.
+    are. A single batch keeps all of them within its layers. So does every batch where the caller has one thread, as in
+    the workers of joblib and ``DataLoader``.
     """
-    threads = torch.get_num_threads()
-    if threads == 1:
-        with torch.no_grad():
+    threads = min(torch.get_num_threads(), len(batches))
+    with torch.no_grad():
+        if threads < 2:
             return [function(batch) for batch in batches]
-    pool = ThreadPoolExecutor(min(threads, len(batches)), thread_name_prefix="network", initializer=_one_thread_each)
-    with pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="network", initializer=_one_thread_each) as pool:
         return list(pool.map(torch.no_grad()(function), batches))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -137,6 +138,7 @@ def test_ctrl_c_in_the_network_leaves_the_threads_as_they_were() -> None:
 
     def interrupted(network: AdaptedNetwork, images: torch.Tensor) -> torch.Tensor:
         if not arrived.is_set():
+            time.sleep(0.5)  # until all batches are handed out
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             assert arrived.wait(timeout=60)
         return torch.zeros(len(images), network.out_features)
