@@ -506,7 +506,7 @@ def test_the_onnx_file_gives_the_same_logits_and_names_the_classes(
         ([*SUPPORT_LABELS, "red"], "8 images but 9 labels"),
         (None, "y is None"),
         ("red", "one dimension"),
-        ([[label] for label in SUPPORT_LABELS], r"shape is \(8, 1\)"),
+        ([[label] for label in SUPPORT_LABELS], r"shape is \(8, 1\)\. For several labels .*MultiOutputClassifier"),
         (["red"] * 8, "at least two classes .* 'red'"),
         ([*SUPPORT_LABELS[:6], None, "red"], r"y\[6\] is None"),
         ([*SUPPORT_LABELS[:6], float("nan"), "red"], r"y\[6\] is nan"),

@@ -25,7 +25,10 @@ def checked_labels(y: ArrayLike | None, n_images: int) -> NDArray[Any]:
         raise ValueError("there are no labels: y is None")
     values = np.asarray(y, dtype=object)
     if values.ndim != 1:
-        raise ValueError(f"y must have one dimension, a label for each image; its shape is {values.shape}")
+        raise ValueError(
+            f"y must have one dimension, a label for each image; its shape is {values.shape}. For several labels on "
+            "one image: make_pipeline(AdaptedFeatures(), MultiOutputClassifier(MahalanobisClassifier()))"
+        )
     if len(values) != n_images:
         raise ValueError(f"there are {n_images} images but {len(values)} labels: each image needs one")
     first = label_kind(values[0])
