@@ -241,6 +241,8 @@ def fit(
 
         if model is not None:
             classifier = SimpleCNAPSClassifier.load(model, device=device)
+            if shares is not None:
+                classifier.set_params(priors=shares)
         else:
             classifier = SimpleCNAPSClassifier(
                 checkpoint if backbone is None else SimpleCNAPS.from_backbone(backbone, image_size=image_size),
@@ -352,6 +354,11 @@ def predict(
 
 def _threshold(text: str, classes: list[Any]) -> tuple[Any, float]:
     """The class and the probability of "CLASS=P"."""
+    if len(classes) == 1:
+        raise ValueError(
+            f"--threshold {text}: with one class, {classes[0]}, every probability is 1. What is none of it is rejected "
+            "by the --false-rejection-rate that the model was fitted with"
+        )
     name, _, share = text.rpartition("=")
     try:
         limit = float(share)
@@ -370,7 +377,7 @@ def _threshold(text: str, classes: list[Any]) -> tuple[Any, float]:
 #: Options of `fit` that a model file has already.
 _OF_A_MODEL = (
     *("checkpoint", "backbone", "head", "adapt", "image_size", "value_range"),
-    *("unknown_label", "false_rejection_rate", "priors"),
+    *("unknown_label", "false_rejection_rate"),
 )
 
 

@@ -18,7 +18,7 @@ from fewshot_mahalanobis.support_set.warn import warn_caller
 
 #: Shares whose sum is further from one than this are rescaled with a warning, as in LinearDiscriminantAnalysis.
 TOLERANCE = 1e-5
-_IN_THE_TERMINAL = "On the command line, fit to all images with --priors LABEL=SHARE,..."
+_IN_THE_TERMINAL = "On the command line: fit --priors LABEL=SHARE,..."
 
 
 def checked_priors(

@@ -194,6 +194,16 @@ def test_fit_from_a_model_is_partial_fit(photos, model, new, tmp_path):
     assert "12 support images of 4 classes" in said
 
 
+def test_a_class_that_is_added_has_its_share(photos, model, new, tmp_path):
+    (tmp_path / "one" / "owl").mkdir(parents=True)
+    shutil.copy(tmp_path / "new" / "5.png", tmp_path / "one" / "owl")
+    fit = ("fit", "--from", model, tmp_path / "one", "-o", "m", "--priors")
+    assert "the class 'owl' has no share" in run(*fit, "red=0.5,green=0.3,blue=0.2", status=1)
+    run(*fit, "red=0.4,green=0.3,blue=0.2,owl=0.1")
+    found = SimpleCNAPSClassifier.load("m")
+    assert dict(zip(found.classes_, found.priors_, strict=True)) == {"red": 0.4, "green": 0.3, "blue": 0.2, "owl": 0.1}
+
+
 def test_a_model_to_start_from_has_its_settings_already(model, new):
     said = run("fit", "--from", model, new, "-o", "m", "--head", "cosine", "--unknown-label", "no", status=1)
     assert "error: --head, --unknown-label: --from has these settings" in said
@@ -313,8 +323,9 @@ def test_good_pictures_alone_are_told_from_everything_else(checkpoint, photos, t
     said = run(*fit, "--unknown-label", "defect", "--false-rejection-rate", "0.3", "--report")
     assert "1 class (good 3)" in said
     assert "not measured, as there is one class" in said
-    always = run("predict", tmp_path / "m", photos / "red", "--threshold", "good=0")
-    assert [row["label"] for row in table_of(always)] == ["defect"] * 3  # unknown stays unknown
+    assert [row["label"] for row in table_of(run("predict", tmp_path / "m", photos / "red"))] == ["defect"] * 3
+    said = run("predict", tmp_path / "m", photos / "red", "--threshold", "good=0", status=1)
+    assert "with one class, good, every probability is 1" in said
 
 
 def test_more_labels_than_there_are_classes_are_refused(photos, model):
@@ -612,7 +623,7 @@ def test_shares_of_the_classes_are_priors_of_the_saved_classifier(checkpoint, ph
         ("red", "'red' is not LABEL=SHARE"),
         ("0.5,0.3,0.2", "'0.5' is not LABEL=SHARE"),
         ("red=0.5,blue=0.5", "the class 'green' has no share"),
-        ("red=0.5,blue=0.5", "On the command line, fit to all images with --priors"),
+        ("red=0.5,blue=0.5", "On the command line: fit --priors"),
         ("red=0.5,blue=0.3,green=0.1,gold=0.1", "'gold' is none of the classes"),
         ("red=1.5,blue=-0.5,green=0", "the share of 'blue' is -0.5"),
     ):
