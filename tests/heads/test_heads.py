@@ -624,11 +624,26 @@ def test_a_description_makes_the_same_head(task, head):
     torch.testing.assert_close(again(*task), head(*task), rtol=0, atol=0)
 
 
+class OtherCovariance(RegularizedCovariance):
+    """No file has its code."""
+
+
 def test_what_no_description_makes_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"a LinearHead object as head cannot be written: .* name one of"):
+    names = r"name one of auto, mahalanobis, .*, or pickle the classifier"
+    with pytest.raises(ValueError, match=rf"a LinearHead object as head cannot be written: .*{names}"):
         heads.describe_head(LinearHead())
+    with pytest.raises(ValueError, match="cannot describe a covariance of class OtherCovariance"):
+        heads.describe_head(MahalanobisHead(OtherCovariance(1.0)))
     with pytest.raises(ValueError, match=r"head must be one of auto, .*, got 'nearest'"):
         heads.make_head({"name": "nearest"})
+
+
+def test_a_head_object_is_copied_with_its_weights():
+    given = LinearHead()
+    copied = heads.make_head(given)
+    for ours, theirs in zip(copied.parameters(), given.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours is not theirs
 
 
 def test_repr_names_settings_beyond_the_paper_where_they_are_used():
