@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from tests.checkpoints.checkpoint_server import Server, send
 from tests.checkpoints.models import Bomb, same_weights
+from tests.forked import forked_pool, needs_fork
 from tests.golden import recipe
 
 
@@ -82,11 +82,9 @@ def _load(name: str) -> object:
     return load_checkpoint(name).config
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork, to start eight quickly")
+@needs_fork
 def test_eight_processes_asking_at_once_download_once(server, published):
-    # One thread each: a forked child has none of its parent's OpenMP threads and would wait for them for ever.
-    fork = multiprocessing.get_context("fork")
-    with fork.Pool(8, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with forked_pool(8) as pool:
         assert pool.map(_load, [NAME] * 8, chunksize=1) == [published.model.config] * 8
     assert len(server.requests) == 1
 

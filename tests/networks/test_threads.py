@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fewshot_mahalanobis.networks.threads import map_in_threads
+from tests.interrupt import one_interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -91,26 +92,17 @@ def test_an_error_of_one_batch_is_raised_and_the_threads_end() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs a signal to one thread")
 def test_ctrl_c_leaves_the_batches_that_wait_and_the_threads_end() -> None:
-    before, arrived, begun = threading.active_count(), threading.Event(), list[int]()
+    before, begun = threading.active_count(), list[int]()
 
-    def interrupt(*_: object) -> None:
-        arrived.set()
-        raise KeyboardInterrupt
+    with one_interrupt() as interrupt:
 
-    def waiting(batch: Tensor) -> Tensor:
-        begun.append(int(batch))
-        if batch == 1:
-            time.sleep(0.5)  # a signal while batches are handed out may land in a lock of Python's own
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        assert arrived.wait(timeout=60)
-        time.sleep(0.01)
-        return batch
+        def waiting(batch: Tensor) -> Tensor:
+            begun.append(int(batch))
+            interrupt()
+            time.sleep(0.01)
+            return batch
 
-    handler = signal.signal(signal.SIGINT, interrupt)
-    try:
         with pytest.raises(KeyboardInterrupt):
             map_in_threads(waiting, numbered(400))
-    finally:
-        signal.signal(signal.SIGINT, handler)
     assert len(begun) < 400
     assert (threading.active_count(), torch.get_num_threads()) == (before, 3)

@@ -38,11 +38,8 @@ from fewshot_mahalanobis.checkpoints.published import CACHE_VARIABLE
 from fewshot_mahalanobis.images import decode as images_module
 from fewshot_mahalanobis.networks import task
 from tests.checkpoints.checkpoint_server import Server, git_blob_id, send
+from tests.forked import forked_pool, needs_fork
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
-
-needs_fork = pytest.mark.skipif(
-    "fork" not in multiprocessing.get_all_start_methods(), reason="needs fork, to start a process quickly"
-)
 
 
 def forked(call: Callable[..., Any], *arguments: Any) -> multiprocessing.Process:
@@ -389,8 +386,7 @@ def test_eight_threads_predict_what_one_does() -> None:
 @needs_fork
 def test_forked_workers_predict_what_their_parent_does() -> None:
     classifier, queries = tiny_classifier(), pictures(12, 2)
-    fork = multiprocessing.get_context("fork")
-    with fork.Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with forked_pool(2) as pool:
         parts = pool.map(classifier.decision_function, [queries[:6], queries[6:]])
     np.testing.assert_allclose(np.concatenate(parts), classifier.decision_function(queries), rtol=1e-5)
 

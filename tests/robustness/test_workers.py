@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -19,10 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.networks.task import AdaptedNetwork
+from tests.forked import forked_pool, needs_fork
+from tests.interrupt import one_interrupt
 from tests.tiny import LABELS, adapting_model, pictures, tiny_classifier
 
 QUERIES = pictures(24, seed=2)
-needs_fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +105,7 @@ def test_forked_workers_of_a_data_loader_keep_to_their_thread_and_end() -> None:
 def test_a_forked_worker_with_one_thread_fits_and_predicts_as_its_parent() -> None:
     classifier = classifier_of_batches()
     expected = classifier.transform(QUERIES)
-    with multiprocessing.get_context("fork").Pool(1, torch.set_num_threads, (1,)) as pool:
+    with forked_pool(1) as pool:
         assert_alone(pool.apply_async(Seen, (classifier,)).get(timeout=120), expected)
         fitted = pool.apply_async(classifier_of_batches).get(timeout=120)
     np.testing.assert_array_equal(fitted.predict(QUERIES), classifier.predict(QUERIES))
@@ -130,24 +129,13 @@ def test_an_error_in_the_network_leaves_the_threads_as_they_were(method: str) ->
 def test_ctrl_c_in_the_network_leaves_the_threads_as_they_were() -> None:
     classifier = tiny_classifier(batch_size=4)
     expected, threads = classifier.predict(QUERIES), threading.enumerate()
-    arrived = threading.Event()
+    with one_interrupt() as interrupt:
 
-    def interrupt(*_: object) -> None:
-        arrived.set()
-        raise KeyboardInterrupt
+        def interrupted(network: AdaptedNetwork, images: torch.Tensor) -> torch.Tensor:
+            interrupt()
+            return torch.zeros(len(images), network.out_features)
 
-    def interrupted(network: AdaptedNetwork, images: torch.Tensor) -> torch.Tensor:
-        if not arrived.is_set():
-            time.sleep(0.5)  # until all batches are handed out
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            assert arrived.wait(timeout=60)
-        return torch.zeros(len(images), network.out_features)
-
-    handler = signal.signal(signal.SIGINT, interrupt)
-    try:
         with mock.patch.object(AdaptedNetwork, "_extracted", interrupted), pytest.raises(KeyboardInterrupt):
             classifier.predict(QUERIES)
-    finally:
-        signal.signal(signal.SIGINT, handler)
     assert (threading.enumerate(), torch.get_num_threads()) == (threads, 3)
     np.testing.assert_array_equal(classifier.predict(QUERIES), expected)
