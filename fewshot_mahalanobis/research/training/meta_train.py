@@ -245,12 +245,12 @@ def meta_train(
 
     steps, start = recipe.tasks // recipe.tasks_per_step, state.step
     numbers = (start * recipe.tasks_per_step, steps * recipe.tasks_per_step)
-    tasks = iter(remaining(training, *numbers, accelerator, workers=workers))
+    loading = remaining(training, *numbers, accelerator, workers=workers)
     reported = time.monotonic()
     bar = tqdm(range(start, steps), total=steps, initial=start, disable=not progress, desc="meta-train", unit="step")
     separable = isinstance(model.feature_extractor, EfficientNet)
     kernels = without_cudnn(accelerator.device) if separable else nullcontext()
-    with stopped_between_steps(accelerator) as stop, kernels:
+    with loading as tasks, stopped_between_steps(accelerator) as stop, kernels:
         for step in bar:
             state.optimizer.zero_grad(set_to_none=True)
             means = _back_propagate(network, learner, islice(tasks, share), share, recipe, accelerator, dtype)

@@ -197,11 +197,11 @@ def pretrain(
     accelerator.wait_for_everyone()
 
     first = start * recipe.batch_size
-    loader = remaining(images, first, len(images), accelerator, workers=workers, batch_size=share)
+    loading = remaining(images, first, len(images), accelerator, workers=workers, batch_size=share)
     hidden = not progress or not accelerator.is_main_process
-    bar = tqdm(loader, total=images.steps, initial=start, disable=hidden, unit="batch", desc="pretrain")
     reported, losses = time.monotonic(), list[Tensor]()
-    with stopped_between_steps(accelerator) as stop:
+    with loading as batches, stopped_between_steps(accelerator) as stop:
+        bar = tqdm(batches, total=images.steps, initial=start, disable=hidden, unit="batch", desc="pretrain")
         for step, batch in enumerate(bar, start):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, images.steps, recipe)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from ctypes import c_bool
+from functools import partial
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -107,25 +111,39 @@ def stopped_between_steps(accelerator: Accelerator) -> Iterator[Callable[[], boo
         yield stop
 
 
+@contextmanager
 def remaining(
     items: Dataset[Any], first: int, end: int, accelerator: Accelerator, *, workers: int, batch_size: int | None = None
-) -> DataLoader[Any]:
-    """Load the items from ``first`` to ``end`` that are this process's, one by one or in batches."""
-    return DataLoader(
+) -> Iterator[Iterator[Any]]:
+    """Load the items from ``first`` to ``end`` that are this process's, one by one or in batches, within the block."""
+    ended = RawValue(c_bool, False)
+    loader = DataLoader(
         items,
         batch_size=batch_size,
         sampler=range(first, end)[accelerator.process_index :: accelerator.num_processes],
         num_workers=workers,
-        worker_init_fn=ignore_stop_signals,
+        worker_init_fn=partial(_ignore_stop_signals, ended),
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),  # else workers would be seeded by the global generator
     )
+    try:
+        yield iter(loader)
+    finally:
+        ended.value = True
 
 
-def ignore_stop_signals(worker: int) -> None:
-    """Ignore Ctrl-C and SIGTERM, which go to every process, in one that loads data: the step still needs it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def _ignore_stop_signals(ended: c_bool, worker: int) -> None:
+    """Ignore Ctrl-C and SIGTERM, which go to every process, in one that loads data: the step still needs it.
+
+    Once the loading has ``ended``, by an error perhaps, SIGTERM is what its parent sends at exit, and waits.
+    """
+
+    def stop(*_: object) -> None:
+        if ended.value:
+            os._exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, stop)
 
 
 class RunFolder:

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.research.baselines.baseline import EpisodicModel
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
-from fewshot_mahalanobis.research.training.run import ignore_stop_signals
+from fewshot_mahalanobis.research.training.run import remaining
 from fewshot_mahalanobis.research.training.tasks import ValidationTasks
 
 if TYPE_CHECKING:
@@ -55,19 +54,13 @@ def validate(
     for name, episodes in tasks.items():
         accuracies = torch.zeros(len(episodes), dtype=torch.float32, device=accelerator.device)
         mine = range(len(episodes))[accelerator.process_index :: accelerator.num_processes]
-        loader = DataLoader(
-            episodes,
-            batch_size=None,
-            sampler=mine,
-            num_workers=workers,
-            worker_init_fn=ignore_stop_signals,
-            generator=torch.Generator(),
-        )
-        for number, task in zip(mine, tqdm(loader, desc=name, disable=not progress, leave=False), strict=True):
-            labels = task.support_labels.to(device_of(model))
-            adapted = model.adapt(task.support_images, labels, dtype=dtype)
-            right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
-            accuracies[number] = right.float().mean()
+        with remaining(episodes, 0, len(episodes), accelerator, workers=workers) as loaded:
+            bar = tqdm(loaded, total=len(mine), desc=name, disable=not progress, leave=False)
+            for number, task in zip(mine, bar, strict=True):
+                labels = task.support_labels.to(device_of(model))
+                adapted = model.adapt(task.support_images, labels, dtype=dtype)
+                right = adapted.logits(task.query_images).argmax(1).cpu() == task.query_labels
+                accuracies[number] = right.float().mean()
         means[name] = float(accelerator.reduce(accuracies, "sum").double().mean())
     model.train(training)
     return means

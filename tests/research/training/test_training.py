@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -549,6 +551,20 @@ def test_workers_make_the_same_tasks(folder, backbone, tmp_path):
     )
     for (name, value), other in zip(alone.state_dict().items(), helped.state_dict().values(), strict=True):
         assert torch.equal(value, other), name
+
+
+def test_an_error_leaves_no_worker_that_the_process_waits_for_at_exit():
+    script = """
+from types import SimpleNamespace
+import torch
+from fewshot_mahalanobis.research.training.run import remaining
+alone = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+with remaining(range(100), 0, 100, alone, workers=1) as items:
+    next(items)
+    raise ValueError("a step failed")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (1, "ValueError: a step failed")
 
 
 def test_logs_for_tensorboard_hold_what_the_log_holds(folder, backbone, tmp_path):
