@@ -216,7 +216,7 @@ class OutlierScore:
         if len(left_out) == 1:
             scores = cls.of_head(left_out[HEAD])
             return cls(rejection_threshold(scores, false_rejection_rate, groups), None, support, labels)
-        one_each = torch.ones(len(left_out[HEAD]), dtype=torch.float64)
+        one_each = left_out[HEAD].new_ones(len(left_out[HEAD]), dtype=torch.float64)
         weights = one_each if groups is None else group_weights(groups)
         units, n = score_units(left_out, similarities, weights), float(weights.sum())
         limited = {HEAD: left_out[HEAD], **{term.name: term.limited(left_out[term.name]) for term in similarities}}
