@@ -221,8 +221,8 @@ class EfficientNet(FrozenNetwork):
         pooling: Sequence[Statistic] = MEANS,
     ) -> EfficientNet:
         """Make the network with weights that are loaded by position, ignoring names and surplus entries."""
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # for initial weights, soon replaced
-            network = cls(name, image_size, positions, pooling).float()
+        with torch.device("meta"):  # without initial weights, which would take longer than reading the file
+            network = cls(name, image_size, positions, pooling)
         load_in_order_(network.network, weights)
         return network
 
@@ -310,13 +310,13 @@ class FoldedBottleneck(nn.Module):
 
 
 def load_in_order_(network: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Load entries into ``network`` by position, ignoring names and surplus entries.
+    """Let ``network`` take entries by position, ignoring names and surplus entries.
 
     ValueError if there are too few, or a shape differs.
     """
     wanted = network.state_dict()
     try:
-        network.load_state_dict(dict(zip(wanted, stored.values(), strict=False)))
+        network.load_state_dict(dict(zip(wanted, stored.values(), strict=False)), assign=True)
     except RuntimeError as error:
         raise ValueError(f"these are not weights of a {type(network).__name__} in timm's order: {error}") from error
 
