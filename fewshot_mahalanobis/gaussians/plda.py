@@ -308,7 +308,7 @@ class PldaWithout:
             self.v, self.means = v @ vectors, centred @ vectors
         # Inner products (k, k) of the parts of the M_j outside the span of the v_i, where P is beta I.
         self.outside = centred @ centred.T - self.means @ self.means.T
-        self.counts, self.freedom = counts, len(labels) - len(counts)  # n_k, n - k
+        self.counts, self.divisor = counts, len(labels) - len(counts)  # n_k, n - k
         self.worth, self.worth_of_others = effective_counts(labels, groups)
         self.weights = left_out_weights(labels, groups)
         self.groups = removals(labels, counts, groups)
@@ -325,7 +325,7 @@ class PldaWithout:
         weights = self.weights / (1 + 1 / self.worth_of_others) / self.weights.sum()
         distance = sum(float((weights[part.removal.rows] * part.own_distances(beta)).sum()) for part in self.all)
         k = len(self.counts)
-        between = float(self.squared_lengths(self.inverse(beta, self.freedom), beta).mean()) * k / (k - 1)
+        between = float(self.squared_lengths(self.inverse(beta, self.divisor), beta).mean()) * k / (k - 1)
         noise = distance * float((1 / self.worth).mean())
         spread = (between - noise) / distance if distance > 0 else _MAX_SPREAD
         return distance, min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
@@ -365,7 +365,7 @@ class _Without:
     def __init__(self, parts: PldaWithout, removal: Removal) -> None:
         self.parts, self.removal = parts, removal
         size, remaining = removal.rows.shape[1], removal.remaining.to(parts.v)
-        self.divisor = parts.freedom - size + removal.emptied
+        self.divisor = parts.divisor - size + removal.emptied
         self.removed = 1 / self.divisor if self.divisor > 0 else 0.0
         self.v, self.remain, self.remaining = parts.v[removal.rows], remaining > 0, remaining.clamp(min=1)
         self.classes, self.class_of = removal.labels.unique(return_inverse=True)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
-from fewshot_mahalanobis.gaussians.leave_out import BETA_PRIOR, choose_beta, leave_one_out_distance
+from fewshot_mahalanobis.gaussians.leave_out import BETA_PRIOR, MeansWithout, choose_beta, leave_one_out_distance
 from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings, leave_one_out_plda_logits
 from fewshot_mahalanobis.gaussians.support import (
+    class_means,
     effective_counts,
     group_weights,
     groups_by_size,
@@ -292,3 +293,20 @@ def test_helpers_of_groups() -> None:
     of_classes, without_groups = effective_counts(labels, groups)
     assert of_classes.tolist() == pytest.approx([9 / 5, 3])
     assert without_groups.tolist() == pytest.approx([1, 1, 1, 2, 2, 2])
+
+
+@pytest.mark.parametrize("groups", [None, [0, 1, 2, 2, 3, 4, 4], [0, 0, 1, 2, 3, 3, 4]])
+def test_the_centre_of_the_classes_that_remain_is_the_mean_of_their_means(groups: list[int] | None) -> None:
+    """The groups empty a class of one example, a class of two, or two classes at once."""
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0, 0, 0, 1, 1, 2, 3])
+    features = torch.randn(len(labels), 5, generator=rng, dtype=torch.float64)
+    of_group = torch.arange(len(labels)) if groups is None else torch.tensor(groups)
+    expected = []
+    for group in of_group:
+        kept = of_group != group
+        means = [features[kept & (labels == label)].mean(dim=0) for label in labels[kept].unique()]
+        expected.append(torch.stack(means).mean(dim=0))
+    without = MeansWithout.of(features, labels, None if groups is None else of_group)
+    found = without.centres(class_means(features, labels), len(labels))
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-12, atol=1e-12)

@@ -81,12 +81,13 @@ function ask(message, transfer = []) {
 
 // ---------------------------------------------------------------- showing
 
-/** "3 pictures: 2 cat, 1 unknown." */
+/** "Answers to 3 pictures: 2 cat, 1 unknown." */
 function summary(labels) {
   const counts = new Map();
   for (const label of labels.filter(one => one !== null)) counts.set(label, (counts.get(label) ?? 0) + 1);
   const parts = [...counts].sort((one, other) => other[1] - one[1]).map(([label, count]) => `${count} ${label}`);
-  return `${labels.length} ${labels.length === 1 ? "picture" : "pictures"}${parts.length ? ": " : ""}${parts.join(", ")}.`;
+  const pictures = `${labels.length} ${labels.length === 1 ? "picture" : "pictures"}`;
+  return parts.length ? `Answers to ${pictures}: ${parts.join(", ")}.` : `${pictures}.`;
 }
 
 function fromTemplate(id) {
