@@ -41,7 +41,7 @@ class PixelsToSquare(nn.Module):
         block = self._block(torch.minimum(_scalar(height), _scalar(width)))
         of_rows, of_columns = self._weights(height, block), self._weights(width, block)
         strips = [_on_white(weights, part) for weights, part in self._strips(of_rows, pixels)]
-        # Columns first: one large matrix is transposed, as 3 numbers at a time take five times as long.
+        # Columns first: one large matrix is transposed, as 3 numbers at a time take nine times as long.
         columns = _eight_bits(torch.cat(strips)).flatten(1).T.unflatten(0, pixels.shape[1:])  # (w, 3 or 4, s)
         strips = [weights @ part.flatten(1) for weights, part in self._strips(of_columns, columns)]
         square = _eight_bits(torch.cat(strips)).unflatten(1, (pixels.shape[2], self.size)).permute(1, 2, 0)

@@ -41,7 +41,7 @@ _STEM, _FIRST, _FEATURES, _EXPANSION = 32, 16, 1280, 6
 #: Numbers of the maps from which features are made.
 _WIDTHS = {"final": _FEATURES, "last_block": _STAGES[-1][-1]}
 #: Blocks whose maps are longer than an eighth of the image's side, and most bytes of one of their maps at a time: those
-#: of an image of 224 pixels in float32, of two in bfloat16. With twice as many, a core takes 30 MB more.
+#: of an image of 224 pixels in float32, of two in bfloat16. With twice as many, two cores take 20 to 40 MB more.
 _LARGE, _LARGEST_MAPS = 4, 5_000_000
 #: The features of the network as it was trained.
 MEANS = (Statistic("final"),)
