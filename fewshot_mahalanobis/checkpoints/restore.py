@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0, MEANS, EfficientNet
+from fewshot_mahalanobis.networks.efficientnet import LITE0, MEANS, EfficientNet, lite0_weights
 from fewshot_mahalanobis.networks.pooling import Statistic, read_statistics
 from fewshot_mahalanobis.networks.pretrained import is_timm_name, timm_network
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -124,17 +124,16 @@ def model_without_weights(
         if description is not None:
             settings["backbone"] = _extractor(description, settings["image_size"], backbone)
         with torch.device("meta"):
-            return SimpleCNAPS(**settings).float()  # whatever PyTorch's default is
+            model = SimpleCNAPS(**settings)
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from error
+    return model.float()  # whatever PyTorch's default is
 
 
 def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Module | None) -> Backbone | EfficientNet:
     """Make what a description describes, its weights yet to be loaded; a copy of ``network`` is used."""
     positions = description.get("positions", ())
     pooling = read_statistics(description["pooling"]) if "pooling" in description else MEANS
-    if description.get("network") == LITE0:
-        return EfficientNet.pretrained(image_size, positions, pooling)
     if "network" in description:
         with torch.device("meta"):
             return EfficientNet(description["network"], image_size, positions, pooling)
@@ -159,10 +158,12 @@ def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Modu
 
 def stored_weights(model: SimpleCNAPS) -> dict[str, Tensor]:
     """Weights by name, as files hold them: all but those of EfficientNet-Lite0, which a dependency brings."""
+    return {name: weight for name, weight in model.state_dict().items() if not _is_brought(model, name)}
+
+
+def _is_brought(model: SimpleCNAPS, name: str) -> bool:
     network = model.feature_extractor
-    brought = isinstance(network, EfficientNet) and network.name == LITE0
-    weights = model.state_dict()
-    return {name: w for name, w in weights.items() if not (brought and name.startswith("feature_extractor."))}
+    return isinstance(network, EfficientNet) and network.name == LITE0 and name.startswith("feature_extractor.")
 
 
 def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
@@ -185,7 +186,9 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     if isinstance(backbone, Backbone) and any(parameter.is_meta for parameter in backbone.network.parameters()):
         network = timm_network(str(backbone.origin), backbone.image_size, pretrained=False)  # now with memory
         backbone.network = network.requires_grad_(False).eval()
-    model.load_state_dict({**model.state_dict(), **weights}, assign=True)
+    if brought := [name for name in model.state_dict() if _is_brought(model, name)]:
+        weights |= dict(zip(brought, lite0_weights().values(), strict=False))  # its file has the classifier's after them
+    model.load_state_dict(weights, assign=True)
     cast(nn.Module, model.feature_extractor).requires_grad_(False)
     if isinstance(backbone, Backbone):
         backbone.check_fingerprint()

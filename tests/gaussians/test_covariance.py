@@ -334,11 +334,14 @@ def test_gradients_equal_finite_differences(d: int, one_shot_covariance: str) ->
     )
 
 
-def test_constant_one_shot_vector_has_finite_gradients_under_the_published_covariance() -> None:
+def test_constant_one_shot_vector_has_no_covariance_and_finite_gradients_as_published() -> None:
     features = torch.tensor([[1.0, 1.0, 1.0], [0.0, 2.0, 1.0], [3.0, 0.0, 1.0]], requires_grad=True)
-    module = RegularizedCovariance(one_shot_covariance="published")
-    module(features, torch.tensor([0, 1, 1])).squared_distance(torch.eye(3)).sum().backward()
+    labels, queries = torch.tensor([0, 1, 1]), torch.eye(3)
+    distances = RegularizedCovariance(one_shot_covariance="published")(features, labels).squared_distance(queries)
+    distances.sum().backward()
     assert torch.isfinite(features.grad).all()  # type: ignore[arg-type]
+    expected = reference.squared_mahalanobis(features.detach(), labels, queries, one_shot_covariance="published")
+    torch.testing.assert_close(distances.detach().double(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

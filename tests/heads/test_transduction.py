@@ -86,7 +86,7 @@ def naive(step, start, y, temperature):
 
 
 @pytest.mark.parametrize("width", [3, 60])  # more and fewer than the points
-@pytest.mark.parametrize("shots", [[1, 1, 1], [5, 5, 5], [1, 2, 7]])
+@pytest.mark.parametrize("shots", [[1, 1], [1, 1, 1], [5, 5, 5], [1, 2, 7]])
 @pytest.mark.parametrize("name", ["auto", "square roots", "mahalanobis"])
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 @pytest.mark.parametrize("queries", [20, 1])
