@@ -136,7 +136,7 @@ def _converted(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def _converted_lite(state_dict: Mapping[str, Any], image_size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Arguments of the :class:`SimpleCNAPS` for LITE's weights, its backbone among them, and the weights."""
     network = {key: value for key, value in state_dict.items() if key.startswith(_NETWORK)}
-    backbone = EfficientNet.of_weights(LITE_B0, network, image_size, positions=None)
+    backbone = EfficientNet.of_weights(network, LITE_B0, image_size, positions=None)
     weights: dict[str, Tensor] = {_NETWORK + name: tensor for name, tensor in backbone.state_dict().items()}
     for key, value in state_dict.items():
         if match := _ENCODER.fullmatch(key):

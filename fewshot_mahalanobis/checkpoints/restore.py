@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0, MEANS, EfficientNet, lite0_weights
+from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet, lite0_weights
 from fewshot_mahalanobis.networks.pooling import Statistic, read_statistics
 from fewshot_mahalanobis.networks.pretrained import is_timm_name, timm_network
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 Colours = Annotated[list[float], msgspec.Meta(min_length=3, max_length=3)]
 Positions = Annotated[list[str], msgspec.Meta(min_length=1)]
+Statistics = Annotated[list[Statistic], msgspec.Meta(min_length=1)]
 Description = TypeVar("Description")
 
 
@@ -41,7 +42,9 @@ class EfficientNetSettings(msgspec.Struct, forbid_unknown_fields=True):
 
     network: Literal["efficientnet-lite0", "lite-efficientnet-b0"]
     positions: Positions | msgspec.UnsetType = msgspec.UNSET
-    pooling: Annotated[list[Statistic], msgspec.Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
+    pooling: Statistics | msgspec.UnsetType = msgspec.UNSET
+    length: Annotated[float, msgspec.Meta(gt=0, le=1000)] | msgspec.UnsetType = msgspec.UNSET
+    frozen_pooling: Statistics | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelSettings(msgspec.Struct, Generic[Description], forbid_unknown_fields=True):
@@ -133,10 +136,14 @@ def model_without_weights(
 def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Module | None) -> Backbone | EfficientNet:
     """Make what a description describes, its weights yet to be loaded; a copy of ``network`` is used."""
     positions = description.get("positions", ())
-    pooling = read_statistics(description["pooling"]) if "pooling" in description else MEANS
     if "network" in description:
+        statistics = {
+            name: read_statistics(description[name]) for name in ("pooling", "frozen_pooling") if name in description
+        }
         with torch.device("meta"):
-            return EfficientNet(description["network"], image_size, positions, pooling)
+            return EfficientNet(
+                description["network"], image_size, positions, length=description.get("length"), **statistics
+            )
     origin = description["origin"]
     if network is not None:
         network = copy.deepcopy(network).float()
@@ -187,7 +194,9 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
         network = timm_network(str(backbone.origin), backbone.image_size, pretrained=False)  # now with memory
         backbone.network = network.requires_grad_(False).eval()
     if brought := [name for name in model.state_dict() if _is_brought(model, name)]:
-        weights |= dict(zip(brought, lite0_weights().values(), strict=False))  # its file has the classifier's after them
+        weights |= dict(
+            zip(brought, lite0_weights().values(), strict=False)
+        )  # those of a classifier follow in the file
     model.load_state_dict(weights, assign=True)
     cast(nn.Module, model.feature_extractor).requires_grad_(False)
     if isinstance(backbone, Backbone):

@@ -113,13 +113,13 @@ class EfficientNetLayers(nn.Module):
     ----------
     is_b0 : bool
         B0 as LITE has it, else Lite0.
-    pooling : sequence of Statistic
+    pooling, length
         As in :class:`EfficientNet`.
     """
 
-    def __init__(self, is_b0: bool, pooling: Sequence[Statistic] = MEANS) -> None:
+    def __init__(self, is_b0: bool, pooling: Sequence[Statistic] = MEANS, length: float | None = None) -> None:
         super().__init__()
-        self.is_b0, self.pooling = is_b0, Pooling(pooling)
+        self.is_b0, self.pooling = is_b0, Pooling(pooling, length)
         self.activation = nn.SiLU(inplace=True) if is_b0 else nn.ReLU6(inplace=True)
         self.conv_stem, self.bn1 = self.spatial(3, _STEM, 3, 2), _norm(_STEM)
         stages, width = [nn.Sequential(DepthwiseSeparable(self, _STEM, _FIRST))], _FIRST
@@ -174,6 +174,11 @@ class EfficientNet(FrozenNetwork):
     pooling : sequence of Statistic
         How features are made of the 1280 final maps and the last block's 320, which tell kinds apart that ImageNet
         does not. By default they are the means of the final maps, as the network was trained.
+    length : float, optional
+        Euclidean length to which every feature vector is brought; by default it keeps its own.
+    frozen_pooling : sequence of Statistic, optional
+        What a set encoder reads of the frozen network (``frozen_features`` of
+        :class:`~fewshot_mahalanobis.SimpleCNAPS`), if that is other than the features.
 
     Raises
     ------
@@ -187,15 +192,17 @@ class EfficientNet(FrozenNetwork):
         image_size: int = 224,
         positions: Sequence[str] | None = (),
         pooling: Sequence[Statistic] = MEANS,
+        length: float | None = None,
+        frozen_pooling: Sequence[Statistic] | None = None,
     ) -> None:
         if name not in (LITE0, LITE_B0):
             raise ValueError(f"the network must be {LITE0!r} or {LITE_B0!r}, not {name!r}")
-        layers = EfficientNetLayers(name == LITE_B0, pooling)
+        layers = EfficientNetLayers(name == LITE_B0, pooling, length)
         blocks = layers.bottlenecks.items()
         inner = [(f"{block}.{conv}", f"{block}.{norm}") for block, b in blocks for conv, norm in b.convolutions]
         super().__init__(layers, image_size, [("conv_stem", "bn1"), *inner, ("conv_head", "bn2")])
-        self.name = name
-        self.out_features: int = sum(_WIDTHS[statistic.maps] for statistic in pooling)
+        self.name, self.out_features = name, _width(pooling)
+        self._frozen_pooling = frozen_pooling
         if positions is None:
             positions = ["bn1", *(f"{block}.{b.depthwise_norm}" for block, b in blocks), "bn2"]
         widths = affine_norms(layers)
@@ -205,34 +212,43 @@ class EfficientNet(FrozenNetwork):
         self.bfloat16_measured = name == LITE0
 
     @classmethod
-    def pretrained(
-        cls, image_size: int = 224, positions: Sequence[str] | None = (), pooling: Sequence[Statistic] = MEANS
-    ) -> EfficientNet:
-        """Make Lite0 with the package's weights. ImportError if it is absent, ValueError if its file differs."""
-        return cls.of_weights(LITE0, lite0_weights(), image_size, positions, pooling)
+    def pretrained(cls, *arguments: Any, **named: Any) -> EfficientNet:
+        """Make Lite0 with the package's weights, the arguments without the name.
+
+        ImportError if the package is absent, ValueError if its file differs.
+        """
+        return cls.of_weights(lite0_weights(), LITE0, *arguments, **named)
 
     @classmethod
-    def of_weights(
-        cls,
-        name: str,
-        weights: Mapping[str, Tensor],
-        image_size: int,
-        positions: Sequence[str] | None,
-        pooling: Sequence[Statistic] = MEANS,
-    ) -> EfficientNet:
+    def of_weights(cls, weights: Mapping[str, Tensor], *arguments: Any, **named: Any) -> EfficientNet:
         """Make the network with weights that are loaded by position, ignoring names and surplus entries."""
         with torch.device("meta"):  # without initial weights, which would take longer than reading the file
-            network = cls(name, image_size, positions, pooling)
+            network = cls(*arguments, **named)
         load_in_order_(network.network, weights)
         return network
 
     @property
     def description(self) -> dict[str, Any]:
         """Entry ``backbone`` of ``config.json``."""
-        positions = {"positions": list(self.film_positions)} if self.film_positions else {}
-        statistics = cast(EfficientNetLayers, self.network).pooling.statistics
-        pooling = {} if statistics == MEANS else {"pooling": [*map(msgspec.structs.asdict, statistics)]}
-        return {"network": self.name, **positions, **pooling}
+        pooling = cast(EfficientNetLayers, self.network).pooling
+        described = {
+            "positions": list(self.film_positions),
+            "pooling": [] if pooling.statistics == MEANS else _records(pooling.statistics),
+            "length": pooling.length,
+            "frozen_pooling": _records(self._frozen_pooling or ()),
+        }
+        return {"network": self.name} | {name: value for name, value in described.items() if value}
+
+    @property
+    def for_set_encoder(self) -> EfficientNet:
+        """The network with ``frozen_pooling`` for its features; it shares the weights."""
+        if self._frozen_pooling is None:
+            return self
+        layers, network = copy.copy(self.network), copy.copy(self)
+        layers._modules = self.network._modules | {"pooling": Pooling(self._frozen_pooling)}
+        network._modules = self._modules | {"network": layers}
+        network.out_features = _width(self._frozen_pooling)
+        return network
 
     def for_inference(self, film: Film | None = None, dtype: torch.dtype | None = None) -> nn.Module:
         """Return an independent module whose convolutions have absorbed FiLM and BatchNorm.
@@ -307,6 +323,15 @@ class FoldedBottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (n, C_in, h, w) -> maps (n, C, h', w')."""
         return self.last(self.inner(x), x if self.skips else None)
+
+
+def _width(pooling: Sequence[Statistic]) -> int:
+    return sum(_WIDTHS[statistic.maps] for statistic in pooling)
+
+
+def _records(pooling: Sequence[Statistic]) -> list[dict[str, Any]]:
+    """Statistics as ``config.json`` has them."""
+    return [msgspec.to_builtins(statistic) for statistic in pooling]
 
 
 def load_in_order_(network: nn.Module, stored: Mapping[str, Tensor]) -> None:

@@ -25,6 +25,8 @@ def pretrained_extractor(
     std: Sequence[float] | None = None,
     positions: Sequence[str] | None = (),
     pooling: Sequence[Statistic] | None = None,
+    length: float | None = None,
+    frozen_pooling: Sequence[Statistic] | None = None,
 ) -> Backbone | EfficientNet:
     """Make a pretrained network without its classification layer.
 
@@ -36,7 +38,7 @@ def pretrained_extractor(
         As in :meth:`SimpleCNAPS.from_backbone <fewshot_mahalanobis.SimpleCNAPS.from_backbone>`.
     positions : sequence of str, optional
         Normalisation layers that FiLM follows; none by default, and None finds them by rule.
-    pooling : sequence of Statistic, optional
+    pooling, length, frozen_pooling
         As in :class:`~fewshot_mahalanobis.networks.efficientnet.EfficientNet`, for "efficientnet-lite0" alone.
 
     Warns
@@ -56,9 +58,11 @@ def pretrained_extractor(
     if name == LITE0:
         if mean is not None or std is not None:
             raise ValueError(f"{name!r} has a known normalisation of its images: leave out mean and std")
-        return EfficientNet.pretrained(image_size or 224, positions, MEANS if pooling is None else pooling)
-    if pooling is not None:
-        raise ValueError(f"pooling is for {LITE0!r}: {name!r} pools its maps itself")
+        pooling = MEANS if pooling is None else pooling
+        return EfficientNet.pretrained(image_size or 224, positions, pooling, length, frozen_pooling)
+    for setting, value in {"pooling": pooling, "length": length, "frozen_pooling": frozen_pooling}.items():
+        if value is not None:
+            raise ValueError(f"{setting} is for {LITE0!r}: {name!r} pools its maps itself")
     network = timm_network(name, image_size, pretrained=True)
     from timm.data import resolve_model_data_config
 

@@ -148,7 +148,8 @@ class SimpleCNAPS(nn.Module):
         self.set_encoder = SetEncoder() if generator is not None else None
         self.feature_encoder: nn.Linear | None = None
         if frozen_features:
-            self.feature_encoder = nn.Linear(2 * self.feature_extractor.out_features, TASK_FEATURES, bias=False)
+            width = 2 * _for_set_encoder(self.feature_extractor).out_features
+            self.feature_encoder = nn.Linear(width, TASK_FEATURES, bias=False)
             nn.init.zeros_(self.feature_encoder.weight)  # training starts from the set encoder alone
         self.film_generator: FilmGenerator | None = None
         if generator is not None:
@@ -463,13 +464,18 @@ def _task_representation(model: SimpleCNAPS, batches: Iterable[Tensor]) -> Tenso
     small, frozen, network = list[Tensor](), list[Tensor](), None
     if model.feature_encoder is not None:
         bfloat16 = torch.is_autocast_enabled(device_of(model).type)
-        network = AdaptedNetwork(model.feature_extractor, dtype=torch.bfloat16 if bfloat16 else torch.float32)
+        frozen_network = _for_set_encoder(model.feature_extractor)
+        network = AdaptedNetwork(frozen_network, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     for images in batches:
         if network is not None:
             frozen.append(network.features(images, len(images)))
         small.append(_resized(images, model.config.get("encoder_size")))
     z: Tensor = model.set_encoder(small)
     return z if model.feature_encoder is None else z + _encoded_features(model.feature_encoder, torch.cat(frozen))
+
+
+def _for_set_encoder(extractor: FeatureExtractor) -> FeatureExtractor:
+    return extractor.for_set_encoder if isinstance(extractor, EfficientNet) else extractor
 
 
 def _resized(images: Tensor, side: int | None) -> Tensor:

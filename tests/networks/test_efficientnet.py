@@ -31,6 +31,7 @@ from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.norms import affine_norms, default_positions, trace_norms
 from fewshot_mahalanobis.networks.pooling import read_statistics
 from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
+from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 from fewshot_mahalanobis.research.training.meta_train import meta_train
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 
@@ -320,8 +321,8 @@ def test_a_checkpoint_and_a_file_keep_the_pooling(tmp_path):
     model = SimpleCNAPS(adaptation="none", image_size=64, head="auto", backbone=backbone).eval()
     model.save_pretrained(tmp_path / "checkpoint")
     assert json.loads((tmp_path / "checkpoint" / "config.json").read_text())["backbone"]["pooling"] == [
-        {"maps": "final", "kind": "mean", "exponent": 3.0, "weight": 1.0},
-        {"maps": "last_block", "kind": "deviation", "exponent": 1.0, "weight": 0.5},
+        {"maps": "final", "exponent": 3.0},
+        {"maps": "last_block", "kind": "deviation", "weight": 0.5},
     ]
     again = load_checkpoint(tmp_path / "checkpoint")
     assert again.config == model.config
@@ -334,6 +335,29 @@ def test_a_checkpoint_and_a_file_keep_the_pooling(tmp_path):
     session = onnxruntime.InferenceSession(tmp_path / "fitted.onnx")
     images = pictures(3, seed=1).transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1
     np.testing.assert_allclose(session.run(None, {"images": images})[0], wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_the_set_encoder_reads_what_it_was_trained_on_whatever_the_features_are(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    read = config["backbone"]["pooling"]
+    assert [part["maps"] for part in read] == ["final", "last_block"]
+    centred = [part | {"sigma": 1.0} for part in read]
+    config["backbone"] |= {"pooling": [*centred, {"maps": "final", "kind": "deviation"}], "length": 23.0}
+    config["backbone"] |= {"frozen_pooling": read}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    other = load_checkpoint(tmp_path)
+    other.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["backbone"] == config["backbone"]
+    images = torch.rand(6, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    wanted, film = (film_parameters(each, images) for each in (model, other))
+    for position, (gamma, beta) in wanted.items():
+        assert torch.equal(film[position][0], gamma), position
+        assert torch.equal(film[position][1], beta), position
+    features = other.adapt(images, torch.tensor([0, 0, 0, 1, 1, 1])).features(images)
+    assert features.shape == (6, 1280 + 320 + 1280)
+    torch.testing.assert_close(features.square().sum(dim=1).sqrt(), torch.full((6,), 23.0))
+    torch.testing.assert_close(features, other.feature_extractor(images, film).detach(), rtol=1e-3, atol=1e-3)
 
 
 def test_a_file_with_the_settings_of_another_version_is_refused_with_the_remedy(model, tmp_path):
@@ -353,6 +377,7 @@ def test_a_file_with_the_settings_of_another_version_is_refused_with_the_remedy(
         ([{"maps": "final", "kind": "median"}], "pooling: Invalid enum value 'median'"),
         ([{"maps": "final", "weight": 0}], "pooling: Expected `float` > 0"),
         ([{"maps": "final", "exponent": 9}], "pooling: Expected `float` <= 8"),
+        ([{"maps": "final", "sigma": 0}], "pooling: Expected `float` >= 0.1"),
         ([{"maps": "final", "power": 2}], "pooling: Object contains unknown field `power`"),
         ([{"weight": 1}], "pooling: Object missing required field `maps`"),
         ([], "pooling: Expected `array` of length >= 1"),
@@ -366,3 +391,5 @@ def test_what_is_no_pooling_is_refused(pooling, message):
 def test_pooling_is_for_our_network_alone():
     with pytest.raises(ValueError, match="pooling is for 'efficientnet-lite0': 'resnet10t' pools its maps itself"):
         pretrained_extractor("resnet10t", pooling=read_statistics(PARTS))
+    with pytest.raises(ValueError, match="length is for 'efficientnet-lite0': 'resnet10t' pools its maps itself"):
+        pretrained_extractor("resnet10t", length=23.0)

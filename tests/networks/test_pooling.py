@@ -23,22 +23,40 @@ def by_loop(x: Tensor, statistic: Statistic) -> list[list[float]]:
         rows.append([])
         for one in image:
             values = [value for line in one for value in line]
+            weights = by_distance(len(one), len(one[0]), statistic.sigma)
             if statistic.kind == "deviation":
-                mean = sum(values) / len(values)
-                found = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+                mean = average(values, weights)
+                found = math.sqrt(average([(value - mean) ** 2 for value in values], weights))
             elif statistic.exponent == 1:
-                found = sum(values) / len(values)
+                found = average(values, weights)
             else:
                 powers = [max(value, 0.0) ** statistic.exponent for value in values]
-                found = (sum(powers) / len(values)) ** (1 / statistic.exponent)
+                found = average(powers, weights) ** (1 / statistic.exponent)
             rows[-1].append(statistic.weight * found)
     return rows
 
 
+def average(values: list[float], weights: list[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights)) / sum(weights)
+
+
+def by_distance(height: int, width: int, sigma: float | None) -> list[float]:
+    """Weights of the positions, by their distance from the middle in halves of the sides."""
+    if sigma is None:
+        return [1.0] * (height * width)
+    down, across = (height - 1) / 2, (width - 1) / 2
+    return [
+        math.exp(-(((row - down) / down) ** 2 + ((column - across) / across) ** 2) / (2 * sigma**2))
+        for row in range(height)
+        for column in range(width)
+    ]
+
+
 @pytest.mark.parametrize("maps", ["final", "last_block"])
+@pytest.mark.parametrize("sigma", [None, 0.5, 1.0])
 @pytest.mark.parametrize("values", [{}, {"exponent": 2.0}, {"exponent": 3.3, "weight": 0.7}, {"kind": "deviation"}])
-def test_a_statistic_is_that_of_a_plain_loop(maps, values):
-    drawn, statistic = drawn_maps(), Statistic(maps, **values)
+def test_a_statistic_is_that_of_a_plain_loop(maps, values, sigma):
+    drawn, statistic = drawn_maps(), Statistic(maps, **values, sigma=sigma)
     wanted = torch.tensor(by_loop(getattr(drawn, maps), statistic))
     torch.testing.assert_close(statistic(drawn), wanted, rtol=1e-4, atol=1e-4)
 
@@ -51,8 +69,30 @@ def test_features_are_the_statistics_side_by_side():
     assert torch.equal(features, torch.cat([statistic(drawn) for statistic in statistics], dim=1))
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3])
+def test_features_of_one_length_do_not_depend_on_the_strength_of_the_maps(scale):
+    drawn, statistics = drawn_maps(), (Statistic("final"), Statistic("last_block", weight=0.6, sigma=1.0))
+    plain = Pooling(statistics)(drawn)
+    features = Pooling(statistics, 23.0)(Maps(scale * drawn.final, scale * drawn.last_block))
+    torch.testing.assert_close(features, 23 * plain / plain.square().sum(dim=1, keepdim=True).sqrt())
+
+
+def test_features_without_length_stay_zero_and_have_finite_gradients():
+    x = torch.zeros(1, 2, 3, 3, requires_grad=True)
+    features = Pooling([Statistic("final")], 23.0)(Maps(x, x))
+    features.sum().backward()
+    assert not features.any()
+    assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
-    "statistic", [Statistic("final"), Statistic("final", kind="deviation"), Statistic("final", "mean", 3.0)]
+    "statistic",
+    [
+        Statistic("final"),
+        Statistic("final", sigma=0.7),
+        Statistic("final", kind="deviation"),
+        Statistic("final", "mean", 3.0),
+    ],
 )
 def test_sums_over_bfloat16_maps_are_exact_in_float32(statistic):
     # In bfloat16 a sum of 4,096 values near 1 would stop at 256.
@@ -96,5 +136,6 @@ def test_gradients_are_those_of_small_steps(statistic):
 
 def test_of_one_position_the_mean_is_its_value_and_the_deviation_zero():
     drawn = drawn_maps(1, 1)
+    torch.testing.assert_close(Statistic("final", sigma=1.0)(drawn), drawn.final[:, :, 0, 0])
     torch.testing.assert_close(Statistic("final", "mean", 3.0)(drawn), drawn.final[:, :, 0, 0], rtol=1e-5, atol=2e-4)
     assert float(Statistic("last_block", kind="deviation")(drawn).max()) < 1e-3

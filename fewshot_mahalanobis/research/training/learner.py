@@ -15,7 +15,7 @@ from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.efficientnet import EfficientNet, EfficientNetLayers
-from fewshot_mahalanobis.networks.pooling import Maps, Pooling, Statistic
+from fewshot_mahalanobis.networks.pooling import Pooling, Statistic
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines.baseline import Baseline
 from fewshot_mahalanobis.research.data.sources import ImageSource
@@ -67,39 +67,41 @@ class Learner(nn.Module, Generic[Model]):
         raise NotImplementedError
 
 
+#: Numbers of a statistic that are learned.
+_LEARNED = ("weight", "exponent", "sigma")
+
+
 class LearnedPooling(Pooling):
-    """The same pooling with learned weights and exponents, each by its logarithm; those of 1 stay.
+    """The same pooling with learned weights, exponents and sigmas, each by its logarithm; those of 1 or None stay.
 
     So the first part keeps the scale of the features, and a plain mean remains one.
     """
 
     def __init__(self, pooling: Pooling) -> None:
-        super().__init__(pooling.statistics)
+        super().__init__(pooling.statistics, pooling.length)
         self.logs = nn.ModuleList(nn.ParameterDict() for _ in pooling.statistics)
         for statistic, logs in zip(pooling.statistics, self.logs, strict=True):
-            for name in ("weight", "exponent"):
-                if (value := getattr(statistic, name)) != 1:
+            for name in _LEARNED:
+                if (value := getattr(statistic, name)) not in (1, None):
                     cast(nn.ParameterDict, logs)[name] = nn.Parameter(torch.tensor(value).log())
-
-    def forward(self, maps: Maps) -> Tensor:
-        """Maps (n, C, h, w) -> features (n, d), float32; gradients flow to weights and exponents."""
-        return torch.cat([statistic(maps) for statistic in self._learned()], dim=1)
 
     @torch.no_grad()
     def store(self) -> None:
         """Put what was learned into :attr:`statistics`."""
         self.statistics = tuple(
-            msgspec.structs.replace(statistic, weight=float(statistic.weight), exponent=float(statistic.exponent))
-            for statistic in self._learned()
+            msgspec.structs.replace(statistic, **{name: float(getattr(statistic, name)) for name in of_statistic})
+            for statistic, of_statistic in zip(self.current_statistics(), self._logs(), strict=True)
         )
 
-    def _learned(self) -> list[Statistic]:
-        """Statistics whose learned values are tensors."""
-        logs = cast("list[nn.ParameterDict]", [*self.logs])
+    def current_statistics(self) -> list[Statistic]:
+        """Statistics whose learned values are tensors, to which gradients flow."""
         return [
             msgspec.structs.replace(statistic, **{name: log.exp() for name, log in of_statistic.items()})
-            for statistic, of_statistic in zip(self.statistics, logs, strict=True)
+            for statistic, of_statistic in zip(self.statistics, self._logs(), strict=True)
         ]
+
+    def _logs(self) -> list[nn.ParameterDict]:
+        return cast("list[nn.ParameterDict]", [*self.logs])
 
 
 class CNAPSLearner(Learner[SimpleCNAPS]):

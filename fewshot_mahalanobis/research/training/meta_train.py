@@ -123,8 +123,8 @@ def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
         start = {name: x for name, x in before.state_dict().items() if not name.startswith("feature_extractor.")}
         if before.feature_encoder is not None and model.feature_encoder is not None:
             # Its columns are means, then deviations, of the features; those of further statistics come last.
-            further = max(0, model.feature_extractor.out_features - before.feature_extractor.out_features)
             weight = before.feature_encoder.weight.detach().unflatten(1, (2, -1))
+            further = model.feature_encoder.in_features // 2 - weight.shape[2]
             start["feature_encoder.weight"] = F.pad(weight, (0, further)).flatten(1)
         model.load_state_dict({**model.state_dict(), **start})
     return CNAPSLearner(model, recipe.lite, recipe.learn_scale, recipe.learn_pooling)
@@ -138,12 +138,20 @@ def _on_pretrained_network(
     std: Sequence[float] | None = None,
     positions: Sequence[str] | None = None,
     pooling: Sequence[Mapping[str, Any]] | None = None,
+    length: float | None = None,
+    frozen_pooling: Sequence[Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> SimpleCNAPS:
     """Put untrained adaptation networks on a pretrained network; without ``positions``, FiLM follows the usual ones."""
-    statistics = None if pooling is None else read_statistics(pooling)
     extractor = pretrained_extractor(
-        name, image_size=image_size, mean=mean, std=std, positions=positions, pooling=statistics
+        name,
+        image_size=image_size,
+        mean=mean,
+        std=std,
+        positions=positions,
+        pooling=None if pooling is None else read_statistics(pooling),
+        length=length,
+        frozen_pooling=None if frozen_pooling is None else read_statistics(frozen_pooling),
     )
     return SimpleCNAPS(image_size=extractor.image_size, backbone=extractor, **settings)
 
@@ -182,14 +190,16 @@ def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
     others = {"head", "scale", "beta", "image_size", "frozen_features"}
     settings = {name: value for name, value in model.config.items() if name not in others}
     if isinstance(network := settings.get("backbone"), dict):
-        settings["backbone"] = {name: value for name, value in network.items() if name != "pooling"}
+        pooling = {"pooling", "length", "frozen_pooling"}
+        settings["backbone"] = {name: value for name, value in network.items() if name not in pooling}
     return settings
 
 
 def _parts(model: SimpleCNAPS) -> list[tuple[str, str]]:
-    """Return the maps and the kind of statistic of each part of the features."""
-    pooling = model.config.get("backbone", {}).get("pooling", [{"maps": "final", "kind": "mean"}])
-    return [(part["maps"], part["kind"]) for part in pooling]
+    """Return the maps and the kind of each statistic that the set encoder reads of the frozen network."""
+    backbone = model.config.get("backbone", {})
+    pooling = backbone.get("frozen_pooling", backbone.get("pooling", [{"maps": "final"}]))
+    return [(part["maps"], part.get("kind", "mean")) for part in pooling]
 
 
 def meta_train(

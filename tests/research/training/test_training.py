@@ -297,7 +297,11 @@ def test_a_finished_run_started_again_keeps_the_scale_it_learned(folder, backbon
     assert again.head.scale == load_checkpoint(tmp_path / "checkpoint").head.scale == scale
 
 
-POOLING = [{"maps": "final"}, {"maps": "last_block", "weight": 0.6}, {"maps": "final", "exponent": 2.0, "weight": 0.5}]
+POOLING = [
+    {"maps": "final"},
+    {"maps": "last_block", "weight": 0.6},
+    {"maps": "final", "exponent": 2.0, "weight": 0.5, "sigma": 0.7},
+]
 
 
 def lite0_recipe(folder, **settings):
@@ -308,12 +312,12 @@ def lite0_recipe(folder, **settings):
 
 
 def test_a_run_learns_the_pooling_and_goes_on_where_it_was_interrupted(folder, tmp_path, monkeypatch):
-    recipe = lite0_recipe(folder, model={"image_size": 64, "pooling": POOLING}, learn_pooling=True, average=0.5)
+    recipe = lite0_recipe(folder, model={"image_size": 96, "pooling": POOLING}, learn_pooling=True, average=0.5)
     unbroken = meta_train(recipe, tmp_path / "unbroken", device="cpu", progress=False)
     found = unbroken.config["backbone"]["pooling"]
-    assert found[0] == {"maps": "final", "kind": "mean", "exponent": 1.0, "weight": 1.0}  # of which nothing is learned
-    assert found[1]["exponent"] == 1.0
-    for number, name in [(1, "weight"), (2, "weight"), (2, "exponent")]:
+    assert found[0] == {"maps": "final"}  # of which nothing is learned
+    assert found[1].keys() == {"maps", "weight"}
+    for number, name in [(1, "weight"), (2, "weight"), (2, "exponent"), (2, "sigma")]:
         assert 0.001 < abs(math.log(found[number][name] / POOLING[number][name])) < 1
     assert load_checkpoint(tmp_path / "unbroken" / "checkpoint").config == unbroken.config
 
@@ -364,6 +368,13 @@ def test_statistics_that_a_checkpoint_lacks_do_not_change_its_task_representatio
     other = lite0_recipe(folder, model={"pooling": POOLING[1:]}, init=str(tmp_path))
     with pytest.raises(ValueError, match="belongs to another model"):
         starting_learner(other)
+    kept = lite0_recipe(
+        folder, model={"pooling": POOLING[2:], "length": 23.0, "frozen_pooling": POOLING[:2]}, init=str(tmp_path)
+    )
+    model = starting_learner(kept).model
+    assert model.feature_extractor.out_features == 1280
+    with torch.no_grad():
+        torch.testing.assert_close(task_representation(model, support), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_pooling_of_the_film_resnet18_is_not_learned(folder, backbone):
