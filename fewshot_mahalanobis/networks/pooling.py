@@ -38,7 +38,7 @@ class Maps(NamedTuple):
     last_block: Tensor
 
 
-class Statistic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Statistic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of the features: a statistic of each map, times a weight.
 
     Attributes
@@ -50,16 +50,16 @@ class Statistic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         p of a generalised mean, above 0 and at most 8, where ``_LEAST``^p would vanish; with 1 it is the mean.
     weight : float
         Factor above 0 and at most 1000, so that all parts of the features can vary alike.
-    sigma : float or None
+    sigma : float
         Standard deviation of the Gaussian around the middle by which positions are weighted, in halves of the picture's
-        side; None weights all alike.
+        side; unset, all count alike.
     """
 
     maps: Literal["final", "last_block"]
     kind: Literal["mean", "deviation"] = "mean"
     exponent: Annotated[float, msgspec.Meta(gt=0, le=8)] = 1.0
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
-    sigma: Annotated[float, msgspec.Meta(ge=0.1, le=100)] | None = None
+    sigma: Annotated[float, msgspec.Meta(ge=0.1, le=100)] | msgspec.UnsetType = msgspec.UNSET
 
     def __call__(self, maps: Maps) -> Tensor:
         """Maps (n, C, h, w) -> features (n, C), float32."""
@@ -73,7 +73,7 @@ class Statistic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     def _mean(self, x: Tensor) -> Tensor:
         """Mean (n, C) over the positions of maps (n, C, h, w)."""
-        if self.sigma is None:
+        if isinstance(self.sigma, msgspec.UnsetType):
             return x.mean((2, 3))
         down, across = (_weights(side, self.sigma, x.device) for side in x.shape[2:])
         return (x * (down[:, None] * across)).sum((2, 3))

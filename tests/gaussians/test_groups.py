@@ -185,6 +185,7 @@ def naive_choice(task: Task) -> PldaSettings:
         ([4, 4, 4], [0, 1, 2, 2, 3, 0, 4, 4, 5, 5, 6, 7]),
         ([5, 3, 4], [0, 1, 2, 0, 3, 4, 0, 5, 1, 6, 7, 6]),  # unequal; three in one group
         ([3, 4, 2], [0, 1, 2, 3, 4, 4, 5, 6, 6]),  # a class that is one group
+        ([2, 2, 2], [*range(6)]),  # one example remains
         ([3] * 10 + [2, 2], [0, 0, *range(1, 33)]),  # more classes than choose the power
         ([3, 2], [0, 1, 2, 0, 0]),  # a whole class with part of the other
         ([4, 2, 3], [0, 1, 2, 3, 1, 1, 4, 5, 6]),  # a whole class with part of one of two
@@ -251,7 +252,7 @@ BETA_GROUPS = [
 @pytest.mark.parametrize("groups", BETA_GROUPS)
 def test_beta_is_what_left_out_groups_and_the_prior_make_most_probable(groups: list[int]) -> None:
     features, labels = sorted_by_class(make_task(5, [4, 3, 5], 12, dtype=torch.float64))
-    features = features + 3 * torch.randn(features.shape, generator=torch.Generator().manual_seed(1)).double()
+    features = features + 8 * torch.randn(features.shape, generator=torch.Generator().manual_seed(1)).double()
     task = torch.cat([features, features]), labels.repeat(2), torch.tensor(groups)
     weights = left_out_weights(task[1], task[2])
     variance, losses = float(task[0].var(dim=0).mean()), []

@@ -122,6 +122,17 @@ def test_other_covariances_of_the_family_with_weights(settings):
         np.testing.assert_allclose(found[:, k], np.einsum("id,de,ie->i", away, inverse, away))
 
 
+def test_weighted_distances_of_two_examples():
+    x, w, q = torch.tensor([[0.0, 1.0], [4.0, 3.0]]), torch.tensor([[0.9, 0.3], [0.1, 0.7]]), torch.eye(2)
+    found = weighted_distance(x, w, q, RegularizedCovariance(0.5).settings).numpy()
+    x, w, q = x.numpy(), w.numpy(), q.numpy()
+    for k in range(2):
+        own, n = np.cov(x.T, aweights=w[:, k], ddof=0), w[:, k].sum()
+        inverse = np.linalg.inv(n / (n + 1) * own + 1 / (n + 1) * np.cov(x.T) + 0.5 * np.eye(2))
+        away = q - np.average(x, axis=0, weights=w[:, k])
+        np.testing.assert_allclose(found[:, k], np.einsum("id,de,ie->i", away, inverse, away), rtol=1e-5)
+
+
 def test_order_of_the_queries_does_not_matter():
     x, y, q = task(2, [1, 2, 3], 5)
     head = AutoHead()

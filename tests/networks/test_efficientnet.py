@@ -321,8 +321,8 @@ def test_a_checkpoint_and_a_file_keep_the_pooling(tmp_path):
     model = SimpleCNAPS(adaptation="none", image_size=64, head="auto", backbone=backbone).eval()
     model.save_pretrained(tmp_path / "checkpoint")
     assert json.loads((tmp_path / "checkpoint" / "config.json").read_text())["backbone"]["pooling"] == [
-        {"maps": "final", "exponent": 3.0},
-        {"maps": "last_block", "kind": "deviation", "weight": 0.5},
+        {"maps": "final", "kind": "mean", "exponent": 3.0, "weight": 1.0},
+        {"maps": "last_block", "kind": "deviation", "exponent": 1.0, "weight": 0.5},
     ]
     again = load_checkpoint(tmp_path / "checkpoint")
     assert again.config == model.config
@@ -343,7 +343,8 @@ def test_the_set_encoder_reads_what_it_was_trained_on_whatever_the_features_are(
     read = config["backbone"]["pooling"]
     assert [part["maps"] for part in read] == ["final", "last_block"]
     centred = [part | {"sigma": 1.0} for part in read]
-    config["backbone"] |= {"pooling": [*centred, {"maps": "final", "kind": "deviation"}], "length": 23.0}
+    deviation = {"maps": "final", "kind": "deviation", "exponent": 1.0, "weight": 1.0}
+    config["backbone"] |= {"pooling": [*centred, deviation], "length": 23.0}
     config["backbone"] |= {"frozen_pooling": read}
     (tmp_path / "config.json").write_text(json.dumps(config))
     other = load_checkpoint(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -40,9 +41,9 @@ def average(values: list[float], weights: list[float]) -> float:
     return sum(value * weight for value, weight in zip(values, weights)) / sum(weights)
 
 
-def by_distance(height: int, width: int, sigma: float | None) -> list[float]:
+def by_distance(height: int, width: int, sigma: float | msgspec.UnsetType) -> list[float]:
     """Weights of the positions, by their distance from the middle in halves of the sides."""
-    if sigma is None:
+    if sigma is msgspec.UNSET:
         return [1.0] * (height * width)
     down, across = (height - 1) / 2, (width - 1) / 2
     return [
@@ -53,7 +54,7 @@ def by_distance(height: int, width: int, sigma: float | None) -> list[float]:
 
 
 @pytest.mark.parametrize("maps", ["final", "last_block"])
-@pytest.mark.parametrize("sigma", [None, 0.5, 1.0])
+@pytest.mark.parametrize("sigma", [msgspec.UNSET, 0.5, 1.0])
 @pytest.mark.parametrize("values", [{}, {"exponent": 2.0}, {"exponent": 3.3, "weight": 0.7}, {"kind": "deviation"}])
 def test_a_statistic_is_that_of_a_plain_loop(maps, values, sigma):
     drawn, statistic = drawn_maps(), Statistic(maps, **values, sigma=sigma)

@@ -72,7 +72,7 @@ _LEARNED = ("weight", "exponent", "sigma")
 
 
 class LearnedPooling(Pooling):
-    """The same pooling with learned weights, exponents and sigmas, each by its logarithm; those of 1 or None stay.
+    """The same pooling with learned weights, exponents and sigmas, each by its logarithm; those of 1 stay.
 
     So the first part keeps the scale of the features, and a plain mean remains one.
     """
@@ -82,7 +82,7 @@ class LearnedPooling(Pooling):
         self.logs = nn.ModuleList(nn.ParameterDict() for _ in pooling.statistics)
         for statistic, logs in zip(pooling.statistics, self.logs, strict=True):
             for name in _LEARNED:
-                if (value := getattr(statistic, name)) not in (1, None):
+                if (value := getattr(statistic, name)) not in (1, msgspec.UNSET):
                     cast(nn.ParameterDict, logs)[name] = nn.Parameter(torch.tensor(value).log())
 
     @torch.no_grad()

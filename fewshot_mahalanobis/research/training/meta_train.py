@@ -198,8 +198,8 @@ def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
 def _parts(model: SimpleCNAPS) -> list[tuple[str, str]]:
     """Return the maps and the kind of each statistic that the set encoder reads of the frozen network."""
     backbone = model.config.get("backbone", {})
-    pooling = backbone.get("frozen_pooling", backbone.get("pooling", [{"maps": "final"}]))
-    return [(part["maps"], part.get("kind", "mean")) for part in pooling]
+    pooling = backbone.get("frozen_pooling", backbone.get("pooling", [{"maps": "final", "kind": "mean"}]))
+    return [(part["maps"], part["kind"]) for part in pooling]
 
 
 def meta_train(

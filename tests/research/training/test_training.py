@@ -315,8 +315,9 @@ def test_a_run_learns_the_pooling_and_goes_on_where_it_was_interrupted(folder, t
     recipe = lite0_recipe(folder, model={"image_size": 96, "pooling": POOLING}, learn_pooling=True, average=0.5)
     unbroken = meta_train(recipe, tmp_path / "unbroken", device="cpu", progress=False)
     found = unbroken.config["backbone"]["pooling"]
-    assert found[0] == {"maps": "final"}  # of which nothing is learned
-    assert found[1].keys() == {"maps", "weight"}
+    assert found[0] == {"maps": "final", "kind": "mean", "exponent": 1.0, "weight": 1.0}  # of which nothing is learned
+    assert found[1]["exponent"] == 1.0
+    assert "sigma" not in found[1]
     for number, name in [(1, "weight"), (2, "weight"), (2, "exponent"), (2, "sigma")]:
         assert 0.001 < abs(math.log(found[number][name] / POOLING[number][name])) < 1
     assert load_checkpoint(tmp_path / "unbroken" / "checkpoint").config == unbroken.config
