@@ -317,13 +317,19 @@ def test_features_are_pooled_from_the_final_maps_and_those_of_the_last_block():
 
 
 def test_a_checkpoint_and_a_file_keep_the_pooling(tmp_path):
-    backbone = EfficientNet.pretrained(64, pooling=read_statistics(PARTS))
+    parts = read_statistics([*PARTS, {"maps": "final", "sigma": 0.8}])
+    backbone = EfficientNet.pretrained(64, pooling=parts, length=23.0)
     model = SimpleCNAPS(adaptation="none", image_size=64, head="auto", backbone=backbone).eval()
     model.save_pretrained(tmp_path / "checkpoint")
-    assert json.loads((tmp_path / "checkpoint" / "config.json").read_text())["backbone"]["pooling"] == [
-        {"maps": "final", "kind": "mean", "exponent": 3.0, "weight": 1.0},
-        {"maps": "last_block", "kind": "deviation", "exponent": 1.0, "weight": 0.5},
-    ]
+    assert json.loads((tmp_path / "checkpoint" / "config.json").read_text())["backbone"] == {
+        "network": LITE0,
+        "pooling": [
+            {"maps": "final", "kind": "mean", "exponent": 3.0, "weight": 1.0},
+            {"maps": "last_block", "kind": "deviation", "exponent": 1.0, "weight": 0.5},
+            {"maps": "final", "kind": "mean", "exponent": 1.0, "weight": 1.0, "sigma": 0.8},
+        ],
+        "length": 23.0,
+    }
     again = load_checkpoint(tmp_path / "checkpoint")
     assert again.config == model.config
     classifier = SimpleCNAPSClassifier(again, precision="float32").fit(pictures(8), LABELS)
