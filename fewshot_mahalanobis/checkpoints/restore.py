@@ -194,9 +194,8 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
         network = timm_network(str(backbone.origin), backbone.image_size, pretrained=False)  # now with memory
         backbone.network = network.requires_grad_(False).eval()
     if brought := [name for name in model.state_dict() if _is_brought(model, name)]:
-        weights |= dict(
-            zip(brought, lite0_weights().values(), strict=False)
-        )  # those of a classifier follow in the file
+        in_file = lite0_weights().values()  # in this order, and then those of a classifier
+        weights |= dict(zip(brought, in_file, strict=False))
     model.load_state_dict(weights, assign=True)
     cast(nn.Module, model.feature_extractor).requires_grad_(False)
     if isinstance(backbone, Backbone):

@@ -232,12 +232,12 @@ class EfficientNet(FrozenNetwork):
         """Entry ``backbone`` of ``config.json``."""
         pooling = cast(EfficientNetLayers, self.network).pooling
         described = {
-            "positions": list(self.film_positions),
-            "pooling": [] if pooling.statistics == MEANS else _records(pooling.statistics),
+            "positions": list(self.film_positions) or None,
+            "pooling": None if pooling.statistics == MEANS else _records(pooling.statistics),
             "length": pooling.length,
-            "frozen_pooling": _records(self._frozen_pooling or ()),
+            "frozen_pooling": None if self._frozen_pooling is None else _records(self._frozen_pooling),
         }
-        return {"network": self.name} | {name: value for name, value in described.items() if value}
+        return {"network": self.name} | {name: value for name, value in described.items() if value is not None}
 
     @property
     def for_set_encoder(self) -> EfficientNet:

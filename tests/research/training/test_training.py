@@ -369,6 +369,9 @@ def test_statistics_that_a_checkpoint_lacks_do_not_change_its_task_representatio
     other = lite0_recipe(folder, model={"pooling": POOLING[1:]}, init=str(tmp_path))
     with pytest.raises(ValueError, match="belongs to another model"):
         starting_learner(other)
+    for length in (0.0, -1.0):
+        with pytest.raises(ValueError, match=r"Expected `float` > 0.0 - at `\$.backbone.length`"):
+            starting_learner(lite0_recipe(folder, model={"length": length}))
     kept = lite0_recipe(
         folder, model={"pooling": POOLING[2:], "length": 23.0, "frozen_pooling": POOLING[:2]}, init=str(tmp_path)
     )
