@@ -6,9 +6,8 @@ whether it is concentrated:
     generalised mean    (mean of x_i^p)^(1/p)
     deviation           sqrt(mean of (x_i - m)^2), m the mean of the x_i
 
-All of them may count positions near the middle of the picture for more, by a Gaussian: what a picture shows is rarely
-at its edge. And features may be brought to one length, so that their direction alone matters: a busy or sharp picture
-has longer ones than a plain one of the same kind.
+All of them may count positions near the middle of the picture for more, by a Gaussian. And features may be brought to
+one length, so that their direction alone matters.
 
 The generalised mean is the mean for p = 1 and tends to the maximum as p grows, so it counts strong responses for more
 (Radenovic, Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019). It is meant for maps
