@@ -21,8 +21,9 @@ from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.folding import fold_network
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator
 from fewshot_mahalanobis.networks.norms import trace_norms
+from fewshot_mahalanobis.networks.pooling import Poolings
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS, for_set_encoder
 
 
 class FilmedNetwork(nn.Module):
@@ -52,9 +53,16 @@ class FilmedNetwork(nn.Module):
 
     def forward(self, images: Tensor, film: Tensor | None = None) -> Tensor:
         """Adapt the network in the graph, and run it."""
+        return self.projected(self.pooled(images, film))
+
+    def pooled(self, images: Tensor, film: Tensor | None = None) -> Tensor:
+        """What the adapted network gives, float32."""
         weights = {} if film is None else self._adapted(film)
-        features: Tensor = functional_call(self.network, weights, (self.prepared(images),))
-        features = features.flatten(1).float()
+        output: Tensor = functional_call(self.network, weights, (self.prepared(images),))
+        return output.flatten(1).float()
+
+    def projected(self, features: Tensor) -> Tensor:
+        """Features (n, d) by the learned projection, if there is one."""
         return features if self.projection is None else self.projection(features)
 
     def _adapted(self, film: Tensor) -> dict[str, Tensor]:
@@ -74,26 +82,34 @@ def film_vector(film: Film) -> Tensor:
 
 
 class SupportGraph(nn.Module):
-    """Images (n, 3, s, s) and FiLM parameters (f,) -> features (n, d), and what the set encoder reads (n, 3, e, e).
+    """Images (n, 3, s, s) and FiLM parameters (f,) -> features (n, d), and what the set encoder reads of the images.
 
+    It reads them small, (n, 3, e, e), and statistics of the network's maps (n, d'), with the network as pretrained.
     Without a set encoder the images come back as they are.
     """
 
     def __init__(self, model: SimpleCNAPS) -> None:
         super().__init__()
         self.network = FilmedNetwork(model)
+        extractor = model.feature_extractor
+        reading = for_set_encoder(extractor)
+        self.width, self.width_read = extractor.out_features, reading.out_features
+        if isinstance(reading, FrozenNetwork) and reading is not extractor:  # other statistics of the same maps:
+            network = self.network.network  # it runs once for both
+            network.pooling = Poolings([one.get_submodule("pooling") for one in (network, reading.network)])
         self.side = model.image_size if model.set_encoder is None else model.config.get("encoder_size")
 
-    def forward(self, images: Tensor, film: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, film: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Run the network, and resize."""
         small = images
         if self.side is not None and self.side != images.shape[2]:
             small = F.interpolate(images, (self.side, self.side), mode="bilinear", antialias=True)
-        return self.network(images, film), small
+        pooled = self.network.pooled(images, film)  # if both read the same, both are all of it
+        return self.network.projected(pooled[:, : self.width]), small, pooled[:, -self.width_read :]
 
 
 class FilmParameters(nn.Module):
-    """What the set encoder reads (n, 3, e, e), and features as pretrained (n, d), of a support set -> FiLM (f,).
+    """What the set encoder reads of a support set, images (n, 3, e, e) and statistics (n, d') -> FiLM parameters (f,).
 
     ValueError if the parameters of a layer depend on the maps of earlier ones.
     """
@@ -110,14 +126,14 @@ class FilmParameters(nn.Module):
         modules = model.set_encoder, model.film_generator, model.feature_encoder
         self.set_encoder, self.film_generator, self.feature_encoder = copy.deepcopy(modules)
 
-    def forward(self, images: Tensor, features: Tensor) -> Tensor:
+    def forward(self, images: Tensor, read: Tensor) -> Tensor:
         """Encode the set and generate."""
         z = self._encodings(images).mean(dim=0)
         if self.feature_encoder is None:
-            z = z + 0 * features.sum()  # an input of every graph
+            z = z + 0 * read.sum()  # an input of every graph
         else:
-            mean = features.mean(dim=0)
-            deviation = (features - mean).square().mean(dim=0).sqrt()
+            mean = read.mean(dim=0)
+            deviation = (read - mean).square().mean(dim=0).sqrt()
             z = z + self.feature_encoder(torch.cat([mean, deviation]))
         return film_vector(self.film_generator(z, [], None))
 

@@ -115,3 +115,11 @@ class Pooling(nn.Module):
     def current_statistics(self) -> Sequence[Statistic]:
         """The statistics as they are applied."""
         return self.statistics
+
+
+class Poolings(nn.ModuleList):
+    """Poolings of the same maps, one beside the other."""
+
+    def forward(self, maps: Maps) -> Tensor:
+        """Maps (n, C, h, w) -> features (n, d), float32."""
+        return torch.cat([pooling(maps) for pooling in self], dim=1)

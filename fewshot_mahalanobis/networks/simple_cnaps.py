@@ -148,7 +148,7 @@ class SimpleCNAPS(nn.Module):
         self.set_encoder = SetEncoder() if generator is not None else None
         self.feature_encoder: nn.Linear | None = None
         if frozen_features:
-            width = 2 * _for_set_encoder(self.feature_extractor).out_features
+            width = 2 * for_set_encoder(self.feature_extractor).out_features
             self.feature_encoder = nn.Linear(width, TASK_FEATURES, bias=False)
             nn.init.zeros_(self.feature_encoder.weight)  # training starts from the set encoder alone
         self.film_generator: FilmGenerator | None = None
@@ -464,7 +464,7 @@ def _task_representation(model: SimpleCNAPS, batches: Iterable[Tensor]) -> Tenso
     small, frozen, network = list[Tensor](), list[Tensor](), None
     if model.feature_encoder is not None:
         bfloat16 = torch.is_autocast_enabled(device_of(model).type)
-        frozen_network = _for_set_encoder(model.feature_extractor)
+        frozen_network = for_set_encoder(model.feature_extractor)
         network = AdaptedNetwork(frozen_network, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     for images in batches:
         if network is not None:
@@ -474,7 +474,8 @@ def _task_representation(model: SimpleCNAPS, batches: Iterable[Tensor]) -> Tenso
     return z if model.feature_encoder is None else z + _encoded_features(model.feature_encoder, torch.cat(frozen))
 
 
-def _for_set_encoder(extractor: FeatureExtractor) -> FeatureExtractor:
+def for_set_encoder(extractor: FeatureExtractor) -> FeatureExtractor:
+    """The frozen network as the set encoder reads it: its features may be other statistics of the same maps."""
     return extractor.for_set_encoder if isinstance(extractor, EfficientNet) else extractor
 
 

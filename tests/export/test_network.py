@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.export.network import FilmedNetwork, FilmParameters, film_vector
+from fewshot_mahalanobis.export.network import FilmedNetwork, FilmParameters, SupportGraph, film_vector
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 from fewshot_mahalanobis.networks.task import AdaptedNetwork
@@ -77,10 +77,11 @@ def test_film_parameters_of_a_set_are_those_of_the_model(make: Any) -> None:
             norm.weight.copy_(torch.linspace(-1, 1, len(norm.weight)))
         x = images(model)
         expected = film_vector(film_parameters(model, x))
-        size = model.config.get("encoder_size") or model.image_size
-        small = nn.functional.interpolate(x, (size, size), mode="bilinear", antialias=True)
-        found = FilmParameters(model)(small, AdaptedNetwork(model.feature_extractor).features(x))
+        features, small, read = SupportGraph(model)(x)
+        found = FilmParameters(model)(small, read)
+        as_pretrained = AdaptedNetwork(model.feature_extractor, projection=model.projection).features(x)
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (features - as_pretrained).abs().max() < 1e-4 * as_pretrained.abs().max()
 
 
 def test_an_auto_regressive_model_has_no_graph_of_its_film_parameters() -> None:

@@ -19,7 +19,7 @@ function imagesOf(square) {
   return ["float32", Float32Array.from(square, value => value / 127.5 - 1), [1, 3, page.side, page.side]];
 }
 
-/** Features of a square, and what the set encoder reads of it. */
+/** Features of a square, and what the set encoder reads of it: small, and statistics of the maps. */
 function network(square, film) {
   const inputs = {images: imagesOf(square)};
   if (page.positions.length) inputs.film = ["float32", film, [film.length]];

@@ -10,7 +10,7 @@ const FEW = 0.25; // share of the pictures that may be new if it is to learn und
 
 let classes = []; // names, in the order in which they were added
 let shares = null; // how common each class is, by its name; null if nobody said so
-let pictures = []; // {id, label, name, square, frozen, small}; to classify if the label is null
+let pictures = []; // {id, label, name, square, frozen, small, read}; to classify if the label is null
 let start = null; // the fitted classifier that the page goes on from: {tensors, header}
 let adaptation = null; // {key, film, features}: FiLM parameters, what they were made of, and features by pictures' ids
 let learned = null; // {number, film, labels, priors, table, options, fitted}: what it answers by
@@ -43,10 +43,10 @@ async function adapted(support) {
     parts.forEach((part, index) => all.set(part, index * part.length));
     return all;
   };
-  const n = support.length, small = joined(support.map(one => one.small)), frozen = joined(support.map(one => one.frozen));
+  const n = support.length, small = joined(support.map(one => one.small)), read = joined(support.map(one => one.read));
   const side = Math.round(Math.sqrt(support[0].small.length / 3));
-  const inputs = {images: ["float32", small, [n, 3, side, side]], features: ["float32", frozen, [n, frozen.length / n]]};
-  return (await ask({job: "run", graph: "film", inputs}, [small.buffer, frozen.buffer])).film;
+  const inputs = {images: ["float32", small, [n, 3, side, side]], read: ["float32", read, [n, read.length / n]]};
+  return (await ask({job: "run", graph: "film", inputs}, [small.buffer, read.buffer])).film;
 }
 
 let version = 0, seen = 0, learning = null, reading = 0; // how often the pictures have changed; files being read
@@ -245,8 +245,8 @@ async function addFiles(files, label) {
 async function addPicture(picture, name, label) {
   const square = squareOf(picture, page.side);
   picture.source.close();
-  const {features: frozen, small} = await network(square, identityFilm());
-  const added = {id: nextId++, label, name, square, frozen, small};
+  const {features: frozen, small, read} = await network(square, identityFilm());
+  const added = {id: nextId++, label, name, square, frozen, small, read};
   pictures.push(added);
   await storePicture(added).catch(error => {
     console.warn(error);
@@ -610,7 +610,7 @@ async function renew() {
   for (const one of pictures) {
     const canvas = canvasOf(one);
     if (canvas.width !== page.side) one.square = squareOf(pictureOf(canvas, canvas.width, canvas.height), page.side);
-    ({features: one.frozen, small: one.small} = await network(one.square, identityFilm()));
+    ({features: one.frozen, small: one.small, read: one.read} = await network(one.square, identityFilm()));
     await storePicture(one);
   }
   await storeState("network", page.features.integrity);

@@ -71,13 +71,13 @@ def _write_graphs(folder: Path, model: SimpleCNAPS, *, adapts: bool) -> None:
     film = film_vector(Film.identity(model.feature_extractor.film_positions)) if adapts else None
     if film is not None:
         inputs["film"] = film, {}
-    outputs = ["features", "small"]
+    outputs = ["features", "small", "read"]
     save_onnx(network, inputs, outputs, folder / _LARGE["features"], float16="network.")
     if film is None:
         return
     with torch.no_grad():
-        features, small = (
+        _, small, read = (
             example.repeat(3, *[1] * (example.ndim - 1)) for example in network(inputs["images"][0], film)
         )
-    examples = {"images": (small, {0: vary.DYNAMIC}), "features": (features, {0: vary.DYNAMIC})}
+    examples = {"images": (small, {0: vary.DYNAMIC}), "read": (read, {0: vary.DYNAMIC})}
     save_onnx(FilmParameters(model).cpu().eval(), examples, ["film"], folder / "film.onnx", float16="film_generator.")
