@@ -94,8 +94,8 @@ class SupportGraph(nn.Module):
         extractor = model.feature_extractor
         reading = for_set_encoder(extractor)
         self.width, self.width_read = extractor.out_features, reading.out_features
-        if isinstance(reading, FrozenNetwork) and reading is not extractor:  # other statistics of the same maps:
-            network = self.network.network  # it runs once for both
+        if isinstance(reading, FrozenNetwork) and reading is not extractor:
+            network = self.network.network  # once for both: they are statistics of the same maps
             network.pooling = Poolings([one.get_submodule("pooling") for one in (network, reading.network)])
         self.side = model.image_size if model.set_encoder is None else model.config.get("encoder_size")
 
