@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 def one_interrupt() -> Iterator[Callable[[], None]]:
     """Yield a function for other threads, the first call of which interrupts the main thread; calls return after that.
 
-    The handler takes no lock: it may run while the main thread is inside that lock.
+    The handler takes no lock: it may run while the main thread is inside that lock. Nothing is collected meanwhile:
+    Python drops an exception raised in the callbacks of weak references, which a collection calls.
     """
     sent, arrived = threading.Lock(), list[bool]()
 
@@ -32,7 +34,9 @@ def one_interrupt() -> Iterator[Callable[[], None]]:
         raise AssertionError("the main thread was not interrupted within a minute")
 
     before = signal.signal(signal.SIGINT, handler)
+    gc.disable()
     try:
         yield interrupt
     finally:
+        gc.enable()
         signal.signal(signal.SIGINT, before)
