@@ -3,8 +3,8 @@
 The steps are those of ``images/``: transparent pixels become white, blocks of 2^k x 2^k pixels become their mean, k as
 large as leaves both sides at least twice as long as the square's, and an antialiased bilinear filter resizes the rest.
 A row of the square is a weighted sum of the image's rows, and so is a column: two products of matrices whose weights
-depend only on the image's size. Each step rounds to 8 bits, half up. Only the means of blocks are not rounded, and
-Pillow may take the columns first, so the square may differ from its own by one or two of 255.
+depend only on the image's size. Each step rounds to 8 bits, half up, the columns first as in Pillow. Only the means of
+blocks are not rounded, so the square may differ from Pillow's by one of 255 there, and elsewhere at ties.
 
 Most of these weights are zero: a row of the square is made of a narrow strip of the image. So the square is made in
 strips, of which one at a time is held as floats.
@@ -39,28 +39,28 @@ class PixelsToSquare(nn.Module):
         """Composite on white, resize and normalise one image."""
         height, width = pixels.shape[0], pixels.shape[1]
         block = self._block(torch.minimum(_scalar(height), _scalar(width)))
-        of_rows, of_columns = self._weights(height, block), self._weights(width, block)
-        strips = [_on_white(weights, part) for weights, part in self._strips(of_rows, pixels)]
-        # Columns first: one large matrix is transposed, as 3 numbers at a time take nine times as long.
-        columns = _eight_bits(torch.cat(strips)).flatten(1).T.unflatten(0, pixels.shape[1:])  # (w, 3 or 4, s)
-        strips = [weights @ part.flatten(1) for weights, part in self._strips(of_columns, columns)]
-        square = _eight_bits(torch.cat(strips)).unflatten(1, (pixels.shape[2], self.size)).permute(1, 2, 0)
-        square = torch.cat([square, square[:1]])[:3]  # at least four, as exporters refuse to cut 3 from 3
+        of_columns, of_rows = self._weights(width, block), self._weights(height, block)
+        strips = [_on_white(part, weights) for part, weights in self._strips(pixels, of_columns, dim=1)]
+        columns = _eight_bits(torch.cat(strips, dim=2))  # (3, h, s)
+        strips = [weights @ part for part, weights in self._strips(columns, of_rows, dim=1)]
+        square = _eight_bits(torch.cat(strips, dim=1))
         return (square / 127.5 - 1)[None]
 
-    def _strips(self, weights: Tensor, image: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Strips of an image (l, ...) and their weights (r, strip) in r rows of the square, from top to bottom.
+    def _strips(self, image: Tensor, weights: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Strips of an image along a side of length l, and their weights (r, strip) in r rows or columns of the square.
 
         In rows of the square, the filter reaches half a row beyond them, its blocks a quarter more, and the last block,
         which may end behind the image, moves it down by at most another half: 3/4 above, 5/4 below.
         """
-        length = image.shape[0]
+        length = image.shape[dim]
         strip = torch.sym_min((STRIP + 2) * length // self.size + 5, length)
         for first in range(0, self.size, STRIP):
-            top = torch.scalar_tensor((4 * first - 3) * length // (4 * self.size) - 2, dtype=torch.int64)
-            top = torch.minimum(top.clamp(min=0), torch.scalar_tensor(length - strip, dtype=torch.int64))
-            rows = top + torch.arange(strip)
-            yield weights[first : first + STRIP].index_select(1, rows), image.index_select(0, rows)
+            start = torch.scalar_tensor((4 * first - 3) * length // (4 * self.size) - 2, dtype=torch.int64)
+            start = torch.minimum(start.clamp(min=0), torch.scalar_tensor(length - strip, dtype=torch.int64)).item()
+            torch._check(start >= 0)  # what exporters cannot know of a number computed by tensors
+            torch._check(start + strip <= length)
+            part, of_part = image.narrow(dim, start, strip), weights[first : first + STRIP].narrow(1, start, strip)
+            yield part.contiguous(), of_part.contiguous()
 
     def _block(self, shorter: Tensor) -> Tensor:
         """Side 2^k of the blocks, a whole number as float."""
@@ -80,23 +80,25 @@ class PixelsToSquare(nn.Module):
         return weights / weights.sum(dim=1, keepdim=True)
 
 
-def _on_white(weights: Tensor, pixels: Tensor) -> Tensor:
-    """Weights (r, h), whose rows sum to 1, and pixels (h, w, 3 or 4) -> weighted sums of rows on white, (r, w, 3 or 4).
-
-    The fourth means nothing.
-    """
-    sums: Tensor = torch.cond(pixels.shape[2] == 4, _composite, _opaque, (weights, pixels))
+def _on_white(pixels: Tensor, weights: Tensor) -> Tensor:
+    """Pixels (h, w, 3 or 4) and weights (r, w), whose rows sum to 1, -> weighted sums of columns on white, (3, h, r)."""
+    sums: Tensor = torch.cond(pixels.shape[2] == 4, _composite, _opaque, (pixels, weights))
     return sums
 
 
-def _composite(weights: Tensor, pixels: Tensor) -> Tensor:
-    planes = pixels.permute(2, 0, 1).float()
-    alpha = planes[-1] / 255
-    return 255 - (weights @ ((255 - planes) * alpha).round()).permute(1, 2, 0).contiguous()
+def _composite(pixels: Tensor, weights: Tensor) -> Tensor:
+    planes = pixels.permute(2, 0, 1)
+    alpha = planes[-1].float() / 255
+    return 255 - ((255 - _colours(planes)) * alpha).round() @ weights.T
 
 
-def _opaque(weights: Tensor, pixels: Tensor) -> Tensor:
-    return (weights @ pixels.flatten(1).float()).unflatten(1, pixels.shape[1:])
+def _opaque(pixels: Tensor, weights: Tensor) -> Tensor:
+    return _colours(pixels.permute(2, 0, 1)) @ weights.T
+
+
+def _colours(planes: Tensor) -> Tensor:
+    """The first three of 3 or 4 planes. Exporters refuse the slice [:3], as it may be all there is."""
+    return planes.index_select(0, torch.arange(3)).float()
 
 
 def _eight_bits(values: Tensor) -> Tensor:

@@ -37,12 +37,10 @@ def noise(width: int, height: int, mode: str) -> Image.Image:
 def test_pixels_become_the_square_that_pillow_makes(width: int, height: int, mode: str) -> None:
     image = noise(width, height, mode)
     square = (PixelsToSquare(32)(torch.from_numpy(np.array(image)))[0].permute(1, 2, 0) + 1) * 127.5
-    assert np.abs(square.numpy() - to_square_array(image, 32)).max() <= 1.01  # of 255
+    differences = np.abs(square.numpy() - to_square_array(image, 32))
+    assert differences.max() <= 1.01  # of 255
     if min(width, height) < 128:  # otherwise there are blocks, whose means Pillow rounds
-        white = Image.new("RGBA", image.size, "white")
-        flat = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-        rows_first = flat.resize((width, 32), Image.Resampling.BILINEAR).resize((32, 32), Image.Resampling.BILINEAR)
-        assert (np.abs(square.numpy() - np.asarray(rows_first)) > 0.01).mean() < 0.02  # ties of rounding
+        assert (differences > 0.01).mean() < 0.02  # ties of rounding
 
 
 @pytest.fixture(scope="module")
