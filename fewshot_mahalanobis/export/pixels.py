@@ -81,7 +81,7 @@ class PixelsToSquare(nn.Module):
 
 
 def _on_white(pixels: Tensor, weights: Tensor) -> Tensor:
-    """Pixels (h, w, 3 or 4) and weights (r, w), whose rows sum to 1, -> weighted sums of columns on white, (3, h, r)."""
+    """Pixels (h, w, 3 or 4) and weights (r, w), whose rows sum to 1, -> sums of columns on white, (3, h, r)."""
     sums: Tensor = torch.cond(pixels.shape[2] == 4, _composite, _opaque, (pixels, weights))
     return sums
 
