@@ -467,8 +467,8 @@ def _read_header(path: Path, text: str, header_type: type[_AnyHeader]) -> _AnyHe
     version = values.get("version") if isinstance(values, dict) else None
     if type(version) is int and version > VERSION:
         raise ValueError(
-            f"{path} was written by a newer version (format {version}, this one reads up to {VERSION}): "
-            "upgrade fewshot_mahalanobis"
+            f"{path} was written by a newer version, or by one from before 0.1.0 (format {version}, this one reads up "
+            f"to {VERSION}): upgrade fewshot_mahalanobis, or fit and save again"
         )
     try:
         return msgspec.convert(values, header_type)

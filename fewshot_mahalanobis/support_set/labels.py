@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -34,6 +35,11 @@ def checked_labels(y: ArrayLike | None, n_images: int) -> NDArray[Any]:
     first = label_kind(values[0])
     for index, value in enumerate(values):
         kind = label_kind(value)
+        if kind is None and isinstance(value, float | np.floating) and math.isfinite(value):
+            raise ValueError(
+                f"y[{index}] is {value!r}: a label must be a string or a whole number. To predict a number for each "
+                "image: make_pipeline(AdaptedFeatures(), Ridge())"
+            )
         if kind is None:
             raise ValueError(
                 f"y[{index}] is {value!r}: every label must be a string or a whole number, with none missing"

@@ -205,7 +205,7 @@ def test_files_that_are_no_saved_classifier_are_refused(fitted: SimpleCNAPSClass
         metadata = file.metadata()
     tensors, header = load_file(good), json.loads(metadata["classifier"])
     save_file(tensors, bad, {**metadata, "classifier": json.dumps({**header, "version": 99})})
-    assert_refused("newer version .* upgrade")
+    assert_refused("newer version, .* upgrade .*, or fit and save again")
     save_file(tensors, bad, {**metadata, "classifier": json.dumps({**header, "version": 0})})
     assert_refused(r"its header is wrong: .* `\$\.version`")
     save_file(tensors, bad, {**metadata, "classifier": "{"})

@@ -170,7 +170,7 @@ def test_damaged_and_forged_files_are_refused(tmp_path: Path) -> None:
     bad.write_bytes(flipped)
     assert_refused("do not match their digest")
     forge({"version": 99})
-    assert_refused("newer version .* upgrade")
+    assert_refused("newer version, .* upgrade")
     forge({"surplus": 1})
     assert_refused("surplus")
     forge({"columns": ["one"]})

@@ -103,7 +103,7 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
 @pytest.mark.parametrize(
     ("where", "name", "value", "message"),
     [
-        ((), "version", 4, "newer version .* upgrade"),
+        ((), "version", 4, "newer version, .* upgrade"),
         ((), "version", True, r"\.version"),
         ((), "version", "1", r"\.version"),
         ((), "version", ..., "missing required field `version`"),
