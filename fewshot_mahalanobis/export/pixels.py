@@ -13,6 +13,7 @@ strips, of which one at a time is held as floats.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +56,9 @@ class PixelsToSquare(nn.Module):
         length = image.shape[dim]
         strip = torch.sym_min((STRIP + 2) * length // self.size + 5, length)
         for first in range(0, self.size, STRIP):
-            start = torch.scalar_tensor((4 * first - 3) * length // (4 * self.size) - 2, dtype=torch.int64)
-            start = torch.minimum(start.clamp(min=0), torch.scalar_tensor(length - strip, dtype=torch.int64)).item()
+            wanted = torch.scalar_tensor((4 * first - 3) * length // (4 * self.size) - 2, dtype=torch.int64)
+            last = torch.scalar_tensor(length - strip, dtype=torch.int64)
+            start: Any = torch.minimum(wanted.clamp(min=0), last).item()
             torch._check(start >= 0)  # what exporters cannot know of a number computed by tensors
             torch._check(start + strip <= length)
             part, of_part = image.narrow(dim, start, strip), weights[first : first + STRIP].narrow(1, start, strip)
