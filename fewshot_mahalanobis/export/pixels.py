@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-#: Rows or columns of the square that are made at a time. Fewer take less memory and fewer products with zeros, but as neighbouring
-#: strips of the image overlap, more of its pixels are read twice.
+#: Rows or columns of the square that are made at a time. Fewer take less memory and fewer products with zeros, but as
+#: neighbouring strips of the image overlap, more of its pixels are read twice.
 STRIP = 16
 
 
