@@ -40,7 +40,7 @@ class PixelsToSquare(nn.Module):
         height, width = pixels.shape[0], pixels.shape[1]
         block = self._block(torch.minimum(_scalar(height), _scalar(width)))
         of_columns, of_rows = self._weights(width, block), self._weights(height, block)
-        # Before each step one large matrix is transposed, as to move 3 numbers at a time takes nine times as long.
+        # Before each step one large matrix is transposed: moving 3 numbers at a time takes nine times as long.
         columns = pixels.flatten(1).T.unflatten(0, pixels.shape[1:])  # (w, 3 or 4, h)
         strips = [_on_white(weights, part) for weights, part in self._strips(of_columns, columns)]
         rows = _eight_bits(torch.cat(strips)).flatten(0, 1).T  # (h, s of 3 or 4)
