@@ -3,7 +3,7 @@
 The steps are those of ``images/``: transparent pixels become white, blocks of 2^k x 2^k pixels become their mean, k as
 large as leaves both sides at least twice as long as the square's, and an antialiased bilinear filter resizes the rest.
 A row of the square is a weighted sum of the image's rows, and so is a column: two products of matrices whose weights
-depend only on the image's size. Each step rounds to 8 bits, half up, the columns first as in Pillow. Only the means of
+depend only on the image's size. Each step rounds to 8 bits, half up, the columns first as there. Only the means of
 blocks are not rounded, so the square may differ from Pillow's by one of 255 there, and elsewhere at ties.
 
 Most of these weights are zero: a column of the square is made of a narrow strip of the image. So the square is made in

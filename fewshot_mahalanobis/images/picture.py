@@ -140,8 +140,10 @@ def _upright(image: Image.Image) -> Image.Image:
 def _square(image: Image.Image, depth: _Depth, size: int, value_range: ValueRange | None) -> Square:
     """What is left to do for an upright image."""
     small, profile_ignored, span = _small(image, depth, size, value_range)
-    if small.size != (size, size):
-        small = small.resize((size, size), Image.Resampling.BILINEAR)
+    # Columns before rows: Pillow alone does so before 13, and chooses by the shape since, which would round otherwise.
+    for shape in ((size, small.height), (size, size)):
+        if small.size != shape:
+            small = small.resize(shape, Image.Resampling.BILINEAR)
     return Square(np.asarray(small), profile_ignored, span)
 
 
