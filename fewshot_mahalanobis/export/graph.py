@@ -109,7 +109,7 @@ def save_onnx(
             verbose=False,
         )
     except torch.onnx.OnnxExporterError as error:
-        raise ValueError(f"torch's exporter cannot make a graph of this backbone: {error}") from error
+        raise _not_exported("graph", error) from error
     assert program is not None
     proto = program.model_proto
     onnx.helper.set_model_props(proto, dict(properties or {}))
@@ -145,9 +145,14 @@ def write_program(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike
     try:
         program = torch.export.export(graph.module, (graph.example,), dynamic_shapes=(graph.shape,))
     except RuntimeError as error:  # torch's own are subclasses
-        raise ValueError(f"torch.export cannot make a program of this backbone: {error}") from error
+        raise _not_exported("program", error) from error
     with atomic_replace(path) as temporary:
         torch.export.save(program, temporary, extra_files=graph.properties)
+
+
+def _not_exported(what: str, error: Exception) -> ValueError:
+    remedy = "of this backbone. Those that read pixels need torch 2.9 or newer"
+    return ValueError(f"torch {torch.__version__} cannot make a {what} {remedy}: {error}")
 
 
 class _Graph(NamedTuple):
