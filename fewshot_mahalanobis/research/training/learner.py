@@ -67,22 +67,22 @@ class Learner(nn.Module, Generic[Model]):
         raise NotImplementedError
 
 
-#: Numbers of a statistic that are learned.
-_LEARNED = ("weight", "exponent", "sigma")
+#: Numbers of a statistic that are learned, unless they are these, which change nothing.
+_NEUTRAL = {"weight": 1.0, "exponent": 1.0, "sigma": msgspec.UNSET}
 
 
 class LearnedPooling(Pooling):
-    """The same pooling with learned weights, exponents and sigmas, each by its logarithm; those of 1 stay.
+    """The same pooling with learned weights, exponents and sigmas, each by its logarithm.
 
-    So the first part keeps the scale of the features, and a plain mean remains one.
+    Weights and exponents of 1 stay: the first part keeps the scale of the features, and a plain mean remains one.
     """
 
     def __init__(self, pooling: Pooling) -> None:
         super().__init__(pooling.statistics, pooling.length)
         self.logs = nn.ModuleList(nn.ParameterDict() for _ in pooling.statistics)
         for statistic, logs in zip(pooling.statistics, self.logs, strict=True):
-            for name in _LEARNED:
-                if (value := getattr(statistic, name)) not in (1, msgspec.UNSET):
+            for name, neutral in _NEUTRAL.items():
+                if (value := getattr(statistic, name)) != neutral:
                     cast(nn.ParameterDict, logs)[name] = nn.Parameter(torch.tensor(value).log())
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class CNAPSLearner(Learner[SimpleCNAPS]):
     learn_scale : bool
         Train the scale s of the Mahalanobis head.
     learn_pooling : bool
-        Train weights and exponents of the pooling of an EfficientNet.
+        Train weights, exponents and sigmas of the pooling of an EfficientNet.
 
     Raises
     ------

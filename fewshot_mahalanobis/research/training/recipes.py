@@ -151,7 +151,7 @@ class MetaTrainRecipe(_Checked):
     learn_scale : bool
         Train the scale s of the Mahalanobis head too.
     learn_pooling : bool
-        Train weights and exponents of an EfficientNet's pooling too, those that are not 1
+        Train weights, exponents and sigmas of an EfficientNet's pooling too, those that change anything
         (:class:`~fewshot_mahalanobis.research.training.learner.LearnedPooling`).
     average : float
         Share of the steps, at the end, over which the weights are averaged.

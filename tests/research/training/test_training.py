@@ -299,7 +299,7 @@ def test_a_finished_run_started_again_keeps_the_scale_it_learned(folder, backbon
 
 POOLING = [
     {"maps": "final"},
-    {"maps": "last_block", "weight": 0.6},
+    {"maps": "last_block", "weight": 0.6, "sigma": 1.0},
     {"maps": "final", "exponent": 2.0, "weight": 0.5, "sigma": 0.7},
 ]
 
@@ -317,8 +317,7 @@ def test_a_run_learns_the_pooling_and_goes_on_where_it_was_interrupted(folder, t
     found = unbroken.config["backbone"]["pooling"]
     assert found[0] == {"maps": "final", "kind": "mean", "exponent": 1.0, "weight": 1.0}  # of which nothing is learned
     assert found[1]["exponent"] == 1.0
-    assert "sigma" not in found[1]
-    for number, name in [(1, "weight"), (2, "weight"), (2, "exponent"), (2, "sigma")]:
+    for number, name in [(1, "weight"), (1, "sigma"), (2, "weight"), (2, "exponent"), (2, "sigma")]:
         assert 0.001 < abs(math.log(found[number][name] / POOLING[number][name])) < 1
     assert load_checkpoint(tmp_path / "unbroken" / "checkpoint").config == unbroken.config
 
