@@ -134,7 +134,9 @@ def assert_same(page: Page, classifier: SimpleCNAPSClassifier, queries: list[Pat
     assert {path.name for path in queries} == found.keys()
     for path, label, probabilities in zip(queries, expected.labels, expected.probabilities, strict=True):
         assert found[path.name][0] == label
-        assert np.abs(np.array(found[path.name][1]) - probabilities).max() < 0.01
+        # The page has the network's weights as float16, which moves the log-odds of noise that is of no class most.
+        odds, expected_odds = (np.log(p) - np.log1p(-p) for p in (np.array(found[path.name][1]), probabilities))
+        assert np.abs(odds - expected_odds).max() < 0.1
 
 
 def test_it_learns_what_python_learns_and_keeps_it_without_a_network(
