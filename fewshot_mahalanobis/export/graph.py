@@ -151,8 +151,10 @@ def write_program(model: SimpleCNAPS, task: AdaptedTask, path: str | os.PathLike
 
 
 def _not_exported(what: str, error: Exception) -> ValueError:
-    remedy = "of this backbone. Those that read pixels need torch 2.9 or newer"
-    return ValueError(f"torch {torch.__version__} cannot make a {what} {remedy}: {error}")
+    return ValueError(
+        f"torch {torch.__version__} cannot make a {what} of this backbone. "
+        f"Those that read pixels need torch 2.9 or newer: {error}"
+    )
 
 
 class _Graph(NamedTuple):

@@ -140,7 +140,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _square(image: Image.Image, depth: _Depth, size: int, value_range: ValueRange | None) -> Square:
     """What is left to do for an upright image."""
     small, profile_ignored, span = _small(image, depth, size, value_range)
-    # Columns before rows: Pillow alone does so before 13, and chooses by the shape since, which would round otherwise.
+    # Columns before rows, as Pillow did before 13: newer ones choose the order by the shape, and so round differently.
     for shape in ((size, small.height), (size, size)):
         if small.size != shape:
             small = small.resize(shape, Image.Resampling.BILINEAR)
