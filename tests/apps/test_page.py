@@ -6,6 +6,7 @@ import inspect
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,20 @@ def files_of_two(tmp_path: Path) -> dict[str, list[str]]:
         Image.fromarray(image).save(tmp_path / f"{index}.png")
     files = [str(tmp_path / f"{index}.png") for index in range(4)]
     return {"red": files[:2], "<img src=x onerror=document.title='taken'> blue": files[2:]}
+
+
+@contextmanager
+def visiting(served: gradio.Blocks) -> Iterator[Page]:
+    """What is served, opened in a browser."""
+    address = start_server(served)
+    try:
+        with chromium() as browser:
+            expect.set_options(timeout=120_000)
+            visit = browser.new_context(viewport=WIDE).new_page()
+            visit.goto(address)
+            yield visit
+    finally:
+        served.close(verbose=False)
 
 
 def teach(page: Page, name: str, files: list[str]) -> None:
@@ -257,106 +272,83 @@ def test_the_example_is_taught_and_asked_by_one_button(served: tuple[str, list[A
 def test_a_round_of_corrections_is_learned_at_once_and_those_of_no_class_too(tmp_path: Path) -> None:
     for index, image in enumerate(pictures(30, 3)):
         Image.fromarray(image).save(tmp_path / f"{index}.png")
-    page = make_page(tiny_classifier(unknown_label="?", false_rejection_rate=0.2))
-    address = start_server(page)
-    try:
-        with chromium() as browser:
-            visit = browser.new_page(viewport=WIDE)
-            expect.set_options(timeout=120_000)
-            visit.goto(address)
-            ask(visit, *map(str, sorted(tmp_path.iterdir())))
-            answers, marked = visit.locator(".answer"), visit.locator("#marked")
-            expect(answers).to_have_count(24)
-            expect(visit.locator(".place")).to_have_text("1 to 24 of 30")
-            expect(visit.locator("#learn")).to_be_hidden()
-            for number, label in enumerate(["green", "none of these", "green", "blue"], start=1):
-                answers.nth(number).get_by_role("button", name=label, exact=True).click()
-                expect(marked).to_contain_text(str(number))
-            expect(visit.locator("#learn")).to_be_in_viewport()  # however far down the page is
-            keep(visit, "app-marked")
-            visit.locator("#later").click()
-            expect(visit.locator(".place")).to_have_text("25 to 30 of 30")
-            answers.nth(0).locator("input").fill("Green")
-            answers.nth(0).locator("input").press("Enter")
-            expect(marked).to_contain_text("There is a class “green”")
-            answers.nth(0).locator("input").fill("purple")
-            answers.nth(0).locator("input").press("Enter")
-            expect(answers.nth(0).get_by_role("button", name="purple", pressed=True)).to_be_visible()
-            assert visit.locator("#classes-known option[value=purple]").count() == 1  # offered where others are typed
-            answers.nth(1).get_by_role("button", name="blue", exact=True).click()
-            expect(marked).to_have_text("6 pictures have your labels.")
-            answers.nth(1).locator("input").fill("purple ")
-            answers.nth(1).locator("input").press("Enter")
-            expect(answers.nth(1).get_by_role("button", pressed=True)).to_have_text(["purple"])
-            answers.nth(1).get_by_role("button", name="purple").click()
-            expect(marked).to_have_text("5 pictures have your labels.")
-            visit.reload()
-            expect(answers.nth(1).get_by_role("button", name="green", exact=True, pressed=True)).to_be_visible()
-            visit.locator("#learn").click()
-            expect(visit.locator(".place")).to_have_text("1 to 24 of 25")
-            expect(visit.locator("#classes")).to_contain_text(re.compile("blue 4.*green 5.*purple 1.*none of these 1"))
-            expect(visit.locator("#learn")).to_be_hidden()
-            expect(visit.locator("#gallery button img")).to_have_count(5)
-    finally:
-        page.close(verbose=False)
+    with visiting(make_page(tiny_classifier(unknown_label="?", false_rejection_rate=0.2))) as visit:
+        ask(visit, *map(str, sorted(tmp_path.iterdir())))
+        answers, marked = visit.locator(".answer"), visit.locator("#marked")
+        expect(answers).to_have_count(24)
+        expect(visit.locator(".place")).to_have_text("1 to 24 of 30")
+        expect(visit.locator("#learn")).to_be_hidden()
+        for number, label in enumerate(["green", "none of these", "green", "blue"], start=1):
+            answers.nth(number).get_by_role("button", name=label, exact=True).click()
+            expect(marked).to_contain_text(str(number))
+        expect(visit.locator("#learn")).to_be_in_viewport()  # however far down the page is
+        keep(visit, "app-marked")
+        visit.locator("#later").click()
+        expect(visit.locator(".place")).to_have_text("25 to 30 of 30")
+        answers.nth(0).locator("input").fill("Green")
+        answers.nth(0).locator("input").press("Enter")
+        expect(marked).to_contain_text("There is a class “green”")
+        answers.nth(0).locator("input").fill("purple")
+        answers.nth(0).locator("input").press("Enter")
+        expect(answers.nth(0).get_by_role("button", name="purple", pressed=True)).to_be_visible()
+        assert visit.locator("#classes-known option[value=purple]").count() == 1  # offered where others are typed
+        answers.nth(1).get_by_role("button", name="blue", exact=True).click()
+        expect(marked).to_have_text("6 pictures have your labels.")
+        answers.nth(1).locator("input").fill("purple ")
+        answers.nth(1).locator("input").press("Enter")
+        expect(answers.nth(1).get_by_role("button", pressed=True)).to_have_text(["purple"])
+        answers.nth(1).get_by_role("button", name="purple").click()
+        expect(marked).to_have_text("5 pictures have your labels.")
+        visit.reload()
+        expect(answers.nth(1).get_by_role("button", name="green", exact=True, pressed=True)).to_be_visible()
+        visit.locator("#learn").click()
+        expect(visit.locator(".place")).to_have_text("1 to 24 of 25")
+        expect(visit.locator("#classes")).to_contain_text(re.compile("blue 4.*green 5.*purple 1.*none of these 1"))
+        expect(visit.locator("#learn")).to_be_hidden()
+        expect(visit.locator("#gallery button img")).to_have_count(5)
 
 
 def test_pictures_of_no_class_are_taught_by_a_button_of_their_own(files_of_two: dict[str, list[str]]) -> None:
-    page = make_page(tiny_model(), device="cpu")
-    address = start_server(page)
-    try:
-        with chromium() as browser:
-            expect.set_options(timeout=120_000)
-            visit = browser.new_page(viewport=WIDE)
-            visit.goto(address)
-            expect(visit.locator("#state")).to_contain_text("No class yet")
-            visit.locator("#add-none").click()
-            expect(visit.locator("#state")).to_contain_text("Choose one or more pictures of no class first.")
-            red, other = files_of_two.values()
-            visit.locator("#class-files input[type=file]").set_input_files(other)
-            expect(visit.locator("#class-files")).to_contain_text(".png")
-            visit.locator("#add-none").click()
-            expect(visit.locator("#classes")).to_contain_text("none of these 2")
-            expect(visit.locator("#state")).to_contain_text("No class yet")
-            teach(visit, "red", red)
-            expect(visit.locator("#state")).to_contain_text("Ready to tell “red” from everything else")
-            keep(visit, "app-none", full_page=True)
-            visit.locator("#gallery button").last.click()
-            visit.locator("#remove-class").click()
-            expect(visit.locator("#classes")).not_to_contain_text("none of these")
-    finally:
-        page.close(verbose=False)
+    with visiting(make_page(tiny_model(), device="cpu")) as visit:
+        expect(visit.locator("#state")).to_contain_text("No class yet")
+        visit.locator("#add-none").click()
+        expect(visit.locator("#state")).to_contain_text("Choose one or more pictures of no class first.")
+        red, other = files_of_two.values()
+        visit.locator("#class-files input[type=file]").set_input_files(other)
+        expect(visit.locator("#class-files")).to_contain_text(".png")
+        visit.locator("#add-none").click()
+        expect(visit.locator("#classes")).to_contain_text("none of these 2")
+        expect(visit.locator("#state")).to_contain_text("No class yet")
+        teach(visit, "red", red)
+        expect(visit.locator("#state")).to_contain_text("Ready to tell “red” from everything else")
+        keep(visit, "app-none", full_page=True)
+        visit.locator("#gallery button").last.click()
+        visit.locator("#remove-class").click()
+        expect(visit.locator("#classes")).not_to_contain_text("none of these")
 
 
 def test_what_is_taught_survives_a_reload_and_is_no_other_browsers(files_of_two: dict[str, list[str]]) -> None:
-    page = make_page(tiny_model(), device="cpu")
-    address = start_server(page)
-    try:
-        with chromium() as browser:
-            expect.set_options(timeout=120_000)
-            context = browser.new_context(viewport=WIDE)
-            visit = context.new_page()
-            visit.goto(address)
-            expect(visit.locator("#state")).to_contain_text("No class yet")
-            for name, files in files_of_two.items():
-                teach(visit, name, files)
-                expect(visit.locator("#classes")).to_contain_text(f"{name} {len(files)}")
-            ask(visit, *files_of_two["red"])
-            expect(visit.locator("#answers strong")).to_have_count(2)
-            visit.reload()
-            expect(visit.locator("#classes")).to_contain_text("red 2")
-            expect(visit.locator("#answers strong")).to_have_count(2)
-            expect(visit.locator("#gallery button img")).to_have_count(4)
-            assert visit.locator("img[src=x]").count() == 0  # the name of the second class is text
-            teach(visit, [*files_of_two][1], files_of_two["red"])
-            again = context.new_page()  # another tab
-            again.goto(address)
-            expect(again.locator("#classes")).to_contain_text("blue 4")
-            stranger = browser.new_context().new_page()
-            stranger.goto(address)
-            expect(stranger.locator("#state")).to_contain_text("No class yet")
-    finally:
-        page.close(verbose=False)
+    with visiting(make_page(tiny_model(), device="cpu")) as visit:
+        expect(visit.locator("#state")).to_contain_text("No class yet")
+        for name, files in files_of_two.items():
+            teach(visit, name, files)
+            expect(visit.locator("#classes")).to_contain_text(f"{name} {len(files)}")
+        ask(visit, *files_of_two["red"])
+        expect(visit.locator("#answers strong")).to_have_count(2)
+        visit.reload()
+        expect(visit.locator("#classes")).to_contain_text("red 2")
+        expect(visit.locator("#answers strong")).to_have_count(2)
+        expect(visit.locator("#gallery button img")).to_have_count(4)
+        assert visit.locator("img[src=x]").count() == 0  # the name of the second class is text
+        teach(visit, [*files_of_two][1], files_of_two["red"])
+        again = visit.context.new_page()  # another tab
+        again.goto(visit.url)
+        expect(again.locator("#classes")).to_contain_text("blue 4")
+        browser = visit.context.browser
+        assert browser is not None
+        stranger = browser.new_context().new_page()
+        stranger.goto(visit.url)
+        expect(stranger.locator("#state")).to_contain_text("No class yet")
 
 
 def test_the_answering_page_is_exported_by_one_button(
@@ -367,31 +359,23 @@ def test_the_answering_page_is_exported_by_one_button(
         return tmp_path / "page.zip"
 
     monkeypatch.setattr(Session, "export_page", exported)
-    page = make_page(tiny_model(), device="cpu")
-    address = start_server(page)
-    try:
-        with chromium() as browser:
-            expect.set_options(timeout=120_000)
-            visit = browser.new_page(viewport=WIDE)
-            visit.goto(address)
-            expect(visit.locator("#state")).to_contain_text("No class yet")
-            expect(visit.locator("#export")).to_be_hidden()
-            for name, files in files_of_two.items():
-                teach(visit, name, files)
-                expect(visit.locator("#classes")).to_contain_text(name)
-            with visit.expect_download() as download:
-                visit.locator("#export").click()
-            assert download.value.suggested_filename == "page.zip"
-            assert Path(download.value.path()).read_bytes() == b"a zip file"
-
-            def refused(session: Session) -> Path:
-                raise ValueError("this head cannot be exported")
-
-            monkeypatch.setattr(Session, "export_page", refused)
+    with visiting(make_page(tiny_model(), device="cpu")) as visit:
+        expect(visit.locator("#state")).to_contain_text("No class yet")
+        expect(visit.locator("#export")).to_be_hidden()
+        for name, files in files_of_two.items():
+            teach(visit, name, files)
+            expect(visit.locator("#classes")).to_contain_text(name)
+        with visit.expect_download() as download:
             visit.locator("#export").click()
-            expect(visit.locator("#state")).to_contain_text("this head cannot be exported")
-    finally:
-        page.close(verbose=False)
+        assert download.value.suggested_filename == "page.zip"
+        assert Path(download.value.path()).read_bytes() == b"a zip file"
+
+        def refused(session: Session) -> Path:
+            raise ValueError("this head cannot be exported")
+
+        monkeypatch.setattr(Session, "export_page", refused)
+        visit.locator("#export").click()
+        expect(visit.locator("#state")).to_contain_text("this head cannot be exported")
 
 
 def test_gradio_is_told_to_send_nothing() -> None:
