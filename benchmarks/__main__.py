@@ -36,7 +36,7 @@ PAGES = {
         "ray_labelling",
         "meta_training",
     ),
-    "heads.md": ("peers", "unbalanced", "calibration", "transduction"),
+    "heads.md": ("peers", "unbalanced", "calibration", "unlabelled"),
     "methods.md": ("methods",),
 }
 NAMES = sum(PAGES.values(), ())

@@ -6,8 +6,9 @@ Validation classes, whose pictures are seen once by the frozen network of the de
 pictures of each of 8 or 10 classes are the support set. The pool has about 250 other pictures where a set has as many:
 the classes' shares fall as 1 / rank ** 0.7, and 15 % are of none of the classes. A rule chooses a picture of the pool,
 the true label is given (a picture of no class teaches nothing, but counts as an answer), and the default head is fitted
-anew. The accuracy is that on other pictures, as many of each class. Every rule has the same tasks, and differences are
-taken within a task.
+anew: to the labelled pictures alone, and with ``--unlabelled`` to the rest of the pool too, as ``review`` does. The
+accuracy is that on other pictures, as many of each class. Every rule has the same tasks, and differences are taken
+within a task.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Moment(NamedTuple):
 
     typicality: NDArray[np.float32]
     probabilities: Callable[[], NDArray[np.float64]]  # (m, k), by the head as it is
+    by_labels: Callable[[], NDArray[np.float64]]  # (m, k), by the head without unlabelled pictures
     rng: np.random.Generator
 
 
@@ -72,12 +74,18 @@ def where_half_as_doubtful_as_the_most(moment: Moment) -> NDArray[np.floating]:
     return np.where(unsure >= unsure.max() / 2, moment.typicality, -np.inf)
 
 
+def doubtful_by_labels_alone(moment: Moment) -> NDArray[np.floating]:
+    unsure = doubt(moment.by_labels())
+    return np.where(unsure >= unsure.max() / 2, moment.typicality, -np.inf)
+
+
 RULES: dict[str, Callable[[Moment], NDArray[np.floating]]] = {
     "random": lambda moment: moment.rng.random(len(moment.typicality)),
     "doubt": lambda moment: doubt(moment.probabilities()),
     "typicality": lambda moment: moment.typicality,
     "typicality in the half most in doubt": in_the_doubtful_half,
     "typicality from half the largest doubt on": where_half_as_doubtful_as_the_most,
+    "the same, doubt by labels alone": doubtful_by_labels_alone,
 }
 
 
@@ -85,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--tasks", type=int, default=48)
+    parser.add_argument("--unlabelled", action="store_true", help="the rest of the pool teaches too")
     parser.add_argument("--kept", type=Path, default=Path("which_next.jsonl"), help="of a run that was interrupted")
     arguments = parser.parse_args()
     features = {name: seen(arguments.data, *of[:2]) for name, of in SETS.items()}
@@ -97,7 +106,9 @@ def main() -> None:
                     continue
                 rng = np.random.default_rng((task, shot))
                 drawn = draw(features[name][1], rng, way, shot, tests)
-                accuracies = {rule: curve(features[name][0], drawn, rule, (task, shot)) for rule in RULES}
+                accuracies = {
+                    rule: curve(features[name][0], drawn, rule, (task, shot), arguments.unlabelled) for rule in RULES
+                }
                 row = {"set": name, "shot": shot, "task": task, "accuracies": accuracies}
                 with arguments.kept.open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -136,27 +147,42 @@ def draw(labels: Rows, rng: np.random.Generator, way: int, shot: int, tests: int
     )
 
 
-def curve(features: NDArray[np.float32], task: Task, rule: str, seed: tuple[int, int]) -> dict[int, float]:
+def curve(
+    features: NDArray[np.float32], task: Task, rule: str, seed: tuple[int, int], unlabelled: bool
+) -> dict[int, float]:
     """Accuracy after some numbers of answers, 0 among them."""
     rng, accuracies = np.random.default_rng((*seed, 1)), dict[int, float]()
     free, labelled = [*task.pool], [*task.support]
     dense = dict(zip(task.pool, density(features[task.pool]), strict=True))
     for number in range(max(ANSWERS) + 1):
+        teaching = [*free] if unlabelled else []
         if number in (0, *ANSWERS):
-            predicted = probabilities(features, labelled, task.test, task.labels).argmax(axis=1)
+            predicted = probabilities(features, labelled, teaching, task.labels, task.test).argmax(axis=1)
             accuracies[number] = float((predicted == task.labels[task.test]).mean())
         typical = typicality(features[free], np.array([dense[row] for row in free]), features[labelled])
-        moment = Moment(typical, partial(probabilities, features, [*labelled], [*free], task.labels), rng)
+        by_pool, by_labels = (
+            partial(probabilities, features, [*labelled], some, task.labels, [*free]) for some in (teaching, [])
+        )
+        moment = Moment(typical, by_pool, by_labels, rng)
         labelled.append(free.pop(int(RULES[rule](moment).argmax())))
     return accuracies
 
 
 def probabilities(
-    features: NDArray[np.float32], labelled: Sequence[int], queries: Sequence[int] | Rows, labels: Rows
+    features: NDArray[np.float32],
+    labelled: Sequence[int],
+    unlabelled: Sequence[int],
+    labels: Rows,
+    queries: Sequence[int] | Rows,
 ) -> NDArray[np.float64]:
-    """Of each query's classes (m, k), by the default head fitted to what is of a class."""
+    """Of each query's classes (m, k), by the default head fitted to what is of a class, and to ``unlabelled``."""
     support = np.array([row for row in labelled if labels[row] >= 0])
-    head = FittedHead.fit(AutoHead(), Features(torch.from_numpy(features[support])), torch.from_numpy(labels[support]))
+    head = FittedHead.fit(
+        AutoHead(),
+        Features(torch.from_numpy(features[support])),
+        torch.from_numpy(labels[support]),
+        unlabelled=torch.from_numpy(features[[*unlabelled]]) if unlabelled else None,
+    )
     return head.log_probabilities(head.logits(torch.from_numpy(features[queries]))).exp().numpy()
 
 

@@ -26,7 +26,7 @@ templates_path = ["_templates"]
 exclude_patterns = ["_build"]
 
 # Markdown: $...$ and $$...$$ are mathematics; headings down to the third level can be linked to.
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "html_image"]
 myst_heading_anchors = 3
 
 # The docstrings give types and shapes; the pages of classes list their methods in full.

@@ -48,13 +48,14 @@ def _teach_and_ask(page: Page) -> None:
     for name, squares in SUPPORT.items():
         page.locator("#name").fill(name)
         page.locator("#name").press("Enter")
+        _wait(page, f"document.querySelector('#classes > .class:last-child h3')?.textContent === {name!r}")
         page.locator("#classes > .class:last-child [type=file]").set_input_files(
             _files(name, pieces({name: squares})[0])
         )
-    _wait(page, "examples().length === 25 && learning === null && learned")
+    _wait(page, "examples().length === 25 && learning === null && !reading && seen === version && !scheduled")
     for name, squares in QUERIES.items():
         page.locator("#files").set_input_files(_files(name, pieces({name: squares})[0][:1]))
-    _wait(page, "queries().length === 5 && queries().every(query => query.answer)")
+    _wait(page, "queries().length === 5 && queries().every(query => query.answer?.by === learned) && !scheduled")
 
 
 def _wait(page: Page, condition: str) -> None:

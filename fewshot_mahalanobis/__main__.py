@@ -1,5 +1,6 @@
 """The command ``fewshot-mahalanobis``, also ``python -m fewshot_mahalanobis``."""
 
+import os
 import sys
 
 from fewshot_mahalanobis.apps.exit_status import exit_after
@@ -8,6 +9,7 @@ from fewshot_mahalanobis.extras import install_command
 
 def main() -> None:
     """Run the command, or say how to install what it needs."""
+    os.environ["MPLBACKEND"] = "agg"  # plots are files; the backend of a notebook around may be absent here
     exit_after(_command)
 
 

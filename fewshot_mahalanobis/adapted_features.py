@@ -9,13 +9,15 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
@@ -26,6 +28,8 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.memory import FEATURES, PictureMemory, remembered_in
+from fewshot_mahalanobis.images.pages import reading_of
 from fewshot_mahalanobis.networks.devices import (
     check_precision,
     choose_device,
@@ -35,6 +39,7 @@ from fewshot_mahalanobis.networks.devices import (
 )
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS, adapted_network
 from fewshot_mahalanobis.networks.task import AdaptedNetwork
+from fewshot_mahalanobis.plain import snapshot
 from fewshot_mahalanobis.support_set.features import Features
 
 Result = TypeVar("Result")
@@ -53,27 +58,27 @@ class FittedNetwork:
     precision: str
     network: AdaptedNetwork
 
-    def kept(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         """Return what a pickle keeps, on the CPU."""
         film = None if self.network.film is None else self.network.film.to(torch.device("cpu"))
         return {"device": self.device, "model": on_cpu(self.model), "film": film, "precision": self.precision}
 
     @classmethod
-    def restored(cls, kept: dict[str, Any]) -> FittedNetwork:
-        """Undo :meth:`kept`, on the device that it names."""
+    def from_state(cls, state: dict[str, Any]) -> FittedNetwork:
+        """Undo :meth:`to_state`, on the device that it names."""
         try:
-            device = choose_device(kept["device"])
+            device = choose_device(state["device"])
         except ValueError:
             device = torch.device("cpu")
-            warnings.warn(f"there is no device {kept['device']} here: what was fitted is on the CPU", stacklevel=2)
-        model = kept["model"].to(device)
-        film = None if kept["film"] is None else kept["film"].to(device)
-        dtype = choose_dtype(kept["precision"], model.feature_extractor)
+            warnings.warn(f"there is no device {state['device']} here: what was fitted is on the CPU", stacklevel=2)
+        model = state["model"].to(device)
+        film = None if state["film"] is None else state["film"].to(device)
+        dtype = choose_dtype(state["precision"], model.feature_extractor)
         network = AdaptedNetwork(model.feature_extractor, film, dtype, model.projection)
-        return FittedNetwork(device, model, kept["precision"], network)
+        return FittedNetwork(device, model, state["precision"], network)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).restored, (self.kept(),)
+        return type(self).from_state, (self.to_state(),)
 
 
 class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -102,10 +107,14 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         Images processed at a time. It bounds memory; results depend on it only by rounding.
     value_range : (float, float), optional
         The values that are black and white in images of numbers, as for :class:`SimpleCNAPSClassifier`.
+    pages, bands : optional
+        The page of a stack and the bands that are read, as for :class:`SimpleCNAPSClassifier`.
     n_jobs : int, optional
         Threads that decode images, counted as in scikit-learn (-1: all cores). By default the usable cores, at most 4.
     verbose : int, default=0
         1 shows progress bars.
+    memory : path, optional
+        Folder in which pictures and features are remembered, as for :class:`SimpleCNAPSClassifier`.
 
     Attributes
     ----------
@@ -116,6 +125,8 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         The pretrained model, unadapted.
     precision_ : str
         ``precision`` as it was when the network was adapted.
+    engine_ : str
+        What runs the network: "PyTorch", or "ONNX Runtime" where it is installed and faster (see the page "How fast").
 
     References
     ----------
@@ -144,8 +155,11 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         precision: str = "auto",
         batch_size: int = 64,
         value_range: tuple[float, float] | None = None,
+        pages: str | int | Sequence[int] | None = None,
+        bands: int | Sequence[int] | None = None,
         n_jobs: int | None = None,
         verbose: int = 0,
+        memory: str | os.PathLike[str] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.adapt = adapt
@@ -154,8 +168,11 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         self.precision = precision
         self.batch_size = batch_size
         self.value_range = value_range
+        self.pages = pages
+        self.bands = bands
         self.n_jobs = n_jobs
         self.verbose = verbose
+        self.memory = memory
 
     def fit(self, X: Any, y: Any = None) -> AdaptedFeatures:
         """Adapt the network to images and return the transformer itself. After an error it is what it was before.
@@ -173,23 +190,31 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             An image cannot be used (:class:`~fewshot_mahalanobis.images.errors.ImageError`, which names it), or a
             constructor argument is unknown.
         """
-        model, batches = self._model_and_batches(X)
-        dtype = choose_dtype(self.precision, model.feature_extractor)
-        network, _ = self._adapted_network(model, batches, dtype, batches.batch_size)
-        self._fitted = FittedNetwork(network.device, model, self.precision, network)
+        now = snapshot(self)
+        now._check_params()
+        model, batches = now._model_and_batches(X)
+        dtype = choose_dtype(now.precision, model.feature_extractor)
+        network, _ = now._adapted_network(model, batches, dtype, batches.batch_size)
+        self._fitted = FittedNetwork(network.device, model, now.precision, network)
         return self
 
     def transform(self, X: Any) -> NDArray[Any]:
         """Adapted features (m, d) of m images, float32."""
         check_is_fitted(self)
-        return torch.cat([features.adapted for features in self._query_features(X, "transform")]).cpu().numpy()
+        now = snapshot(self)
+        return torch.cat([features.adapted for features in now._query_features(X, "transform")]).cpu().numpy()
 
     # ---------------------------------------------------------------- images -> adapted network
 
-    def _model_and_batches(self, X: Any) -> tuple[SimpleCNAPS, ImageBatches]:
-        """The pretrained model on its device, and the images to fit to; ValueError if a setting is unknown."""
-        device = choose_device(self.device)
+    def _check_params(self) -> None:
+        """Raise ValueError if a constructor argument cannot be used, whatever the images are."""
+        choose_device(self.device)
         check_precision(self.precision)
+        reading_of(self)
+
+    def _model_and_batches(self, X: Any) -> tuple[SimpleCNAPS, ImageBatches]:
+        """The pretrained model on its device, and the images to fit to."""
+        device = choose_device(self.device)
         model = self._model_on(device)
         return model, self._batches(X, model.image_size, device, "fit")
 
@@ -218,7 +243,7 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
 
     def _query_features(self, X: Any, method: str) -> Iterator[Features]:
         batches = self._query_batches(X, method)
-        return features_of_batches(batches, self._fitted.network, None, batches.batch_size)
+        return features_of_batches(batches, self._fitted.network, None, batches.batch_size, batches.memory)
 
     def _query_batches(self, X: Any, name: str) -> ImageBatches:
         return self._batches(X, self.model_.image_size, self.device_, name)
@@ -237,7 +262,7 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         on_error: Callable[[ImageError], object] | None = None,
         progress: str | None = None,
     ) -> ImageBatches:
-        """Images as this estimator reads them, by its ``value_range``.
+        """Images as this estimator reads them, by its ``value_range``, ``pages`` and ``bands``.
 
         Parameters
         ----------
@@ -261,7 +286,10 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             n_jobs=self.n_jobs,
             on_error=on_error,
             value_range=self.value_range,
+            pages=self.pages,
+            bands=self.bands,
             progress=progress if self.verbose else None,
+            memory=remembered_in(self.memory),
         )
 
     # ---------------------------------------------------------------- attributes
@@ -280,6 +308,11 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     def precision_(self) -> str:
         """``precision`` as it was when the network was adapted."""
         return self._fitted.precision
+
+    @property
+    def engine_(self) -> str:
+        """What runs the network: "PyTorch", or "ONNX Runtime" where that is faster."""
+        return self._fitted.network.engine
 
     @property
     def n_features_out_(self) -> int:
@@ -303,26 +336,55 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
 
     def __copy__(self) -> AdaptedFeatures:
         """An estimator of its own, which shares the network: nothing changes that."""
-        other = type(self)(**self.get_params(deep=False))
-        if hasattr(self, "_fitted"):
-            other._fitted = self._fitted
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
         # A module given as checkpoint goes to the CPU, for machines without this device; so does what was fitted.
-        return {name: on_cpu(value) for name, value in super().__getstate__().items()}
+        return {name: on_cpu(value) for name, value in copy.copy(self).__dict__.items()}
 
 
 def features_of_batches(
-    batches: Iterable[Tensor], network: AdaptedNetwork, unadapted: AdaptedNetwork | None, batch_size: int
+    batches: Iterable[Tensor],
+    network: AdaptedNetwork,
+    unadapted: AdaptedNetwork | None,
+    batch_size: int,
+    memory: PictureMemory | None = None,
 ) -> Iterator[Features]:
-    """Features of each batch by one network or two; ``batch_size`` images are tried at a time, then what has fitted."""
+    """Features of each batch by one network or two; ``batch_size`` images are tried at a time, then what has fitted.
+
+    With a ``memory`` those of images that a network has seen before are taken from there.
+    """
+    networks = [each for each in (network, unadapted) if each is not None]
+    fingerprints = [None if memory is None else each.fingerprint() for each in networks]
     for images in batches:
-        adapted, batch_size = _within_memory(partial(network.features, images), min(batch_size, len(images)))
-        pretrained = None
-        if unadapted is not None:
-            pretrained, batch_size = _within_memory(partial(unadapted.features, images), batch_size)
-        yield Features(adapted, pretrained)
+        batch_size, found = min(batch_size, len(images)), list[Tensor]()
+        for each, fingerprint in zip(networks, fingerprints, strict=True):
+            if memory is None or fingerprint is None:
+                features, batch_size = _within_memory(partial(each.features, images), batch_size)
+            else:
+                features, batch_size = _remembered_features(images, each, batch_size, memory, fingerprint)
+            found.append(features)
+        yield Features(*found)
+
+
+def _remembered_features(
+    images: Tensor, network: AdaptedNetwork, batch_size: int, memory: PictureMemory, fingerprint: bytes
+) -> tuple[Tensor, int]:
+    """Features (n, d) of images (n, 3, s, s), computed of those alone that are not in memory."""
+    pixels = images.to(network.dtype).permute(0, 2, 3, 1).contiguous().view(torch.uint8).cpu().numpy()
+    keys = [FEATURES + hashlib.sha256(fingerprint + hashlib.sha256(image).digest()).digest() for image in pixels]
+    known = memory.get(keys)
+    missing = [index for index, key in enumerate(keys) if key not in known]
+    if missing:
+        some = images if len(missing) == len(keys) else images[missing]
+        computed, batch_size = _within_memory(partial(network.features, some), min(batch_size, len(missing)))
+        new = {keys[index]: row.tobytes() for index, row in zip(missing, computed.cpu().numpy(), strict=True)}
+        memory.put(new)
+        known |= new
+    rows = np.frombuffer(bytearray(b"".join(known[key] for key in keys)), np.float32)
+    return torch.from_numpy(rows.reshape(len(keys), -1)).to(network.device), batch_size
 
 
 def _within_memory(compute: Callable[[int], Result], batch_size: int) -> tuple[Result, int]:

@@ -3,17 +3,16 @@
     fit:      support images  ->  network adapted to them  ->  features (n, d)  ->  head fitted to them
     predict:  query images    ->  features (m, d)  ->  logits (m, k)  ->  label
 
-``fit`` is here. The way from images to features is :class:`~fewshot_mahalanobis.adapted_features.AdaptedFeatures`;
-``predict`` and the other methods of prediction, from features to labels, are
+Both are here. The way from images to features is :class:`~fewshot_mahalanobis.adapted_features.AdaptedFeatures`, from
+features to labels :class:`~fewshot_mahalanobis.support_set.fitted_head.FittedHead`; ``predict_proba`` and its like are
 :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,22 +20,25 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.utils.validation import check_is_fitted
 from torch import nn
+from torch.utils.data import Subset
 
 from fewshot_mahalanobis.adapted_features import AdaptedFeatures, FittedNetwork, features_of_batches
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState
-from fewshot_mahalanobis.heads import make_head
+from fewshot_mahalanobis.heads import Head, make_head
 from fewshot_mahalanobis.images.collection import labelled_pairs
+from fewshot_mahalanobis.images.decode import ImageBatches
+from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.same_picture import same_pictures, with_small_pictures
 from fewshot_mahalanobis.networks.devices import choose_dtype, device_of
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
-from fewshot_mahalanobis.support_set.calibration import check_settings
-from fewshot_mahalanobis.support_set.copies import chained, checked_groups, equal_rows
+from fewshot_mahalanobis.plain import snapshot
+from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
+from fewshot_mahalanobis.support_set.copies import chained, checked_groups, distinct, equal_rows, group_names
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
 from fewshot_mahalanobis.support_set.labels import (
     allowed_classes,
     check_allowed,
@@ -45,7 +47,7 @@ from fewshot_mahalanobis.support_set.labels import (
     label_kind,
 )
 from fewshot_mahalanobis.support_set.priors import checked_priors
-from fewshot_mahalanobis.support_set.summary import SupportSummary
+from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
 from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, output_labels
 
 
@@ -56,7 +58,7 @@ class _Fitted(FittedNetwork):
     fitted_head: FittedHead
     unadapted: AdaptedNetwork | None  # the network as pretrained, if the outlier score compares its features too
     allowed: NDArray[Any] | None = None  # every class that may occur, if partial_fit was told
-    # Of images of classes, then of none; not in files and pickles:
+    # First images with a class, then the others; not in files and pickles:
     pictures: torch.Tensor | None = None  # small pictures, for copies
     names: list[str | None] | None = None  # paths, or None
 
@@ -65,18 +67,22 @@ class _Fitted(FittedNetwork):
         """The adapted network and the fitted head."""
         return AdaptedTask(self.network, self.fitted_head, self.unadapted)
 
-    def kept(self) -> dict[str, Any]:
+    def with_head(self, fitted_head: FittedHead) -> _Fitted:
+        """The same with another head."""
+        return replace(self, fitted_head=fitted_head)
+
+    def to_state(self) -> dict[str, Any]:
         """Return what a pickle keeps, on the CPU."""
-        return {**super().kept(), "fitted_head": self.fitted_head, "allowed": self.allowed}
+        return {**super().to_state(), "fitted_head": self.fitted_head, "allowed": self.allowed}
 
     @classmethod
-    def restored(cls, kept: dict[str, Any]) -> _Fitted:
-        """Undo :meth:`kept`, on the device that it names."""
-        adapted = FittedNetwork.restored(kept)
-        fitted_head = kept["fitted_head"].to(adapted.device)
+    def from_state(cls, state: dict[str, Any]) -> _Fitted:
+        """Undo :meth:`to_state`, on the device that it names."""
+        adapted = FittedNetwork.from_state(state)
+        fitted_head = state["fitted_head"].to(adapted.device)
         compared = fitted_head.support.unadapted is not None
         unadapted = _unadapted(adapted.model, adapted.network.dtype) if compared else None
-        return cls(**vars(adapted), fitted_head=fitted_head, unadapted=unadapted, allowed=kept["allowed"])
+        return cls(**vars(adapted), fitted_head=fitted_head, unadapted=unadapted, allowed=state["allowed"])
 
 
 def _unadapted(model: SimpleCNAPS, dtype: torch.dtype) -> AdaptedNetwork:
@@ -97,6 +103,15 @@ class _RowsOfBatches:
             first += len(batch)
             if len(rows):
                 yield rows
+
+
+@contextmanager
+def _naming_unlabelled() -> Iterator[None]:
+    """Say in the error of an image that it is an unlabelled one."""
+    try:
+        yield
+    except ImageError as error:
+        raise ImageError(f"unlabelled: {error}") from error
 
 
 def _classes_first(
@@ -150,14 +165,16 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         on processors (AVX512-BF16, AMX) and CUDA devices that have it natively, else float32; see the page "How fast".
     batch_size : int, default=64
         Images processed at a time. It bounds memory; results depend on it only by rounding. ``fit`` keeps up to four
-        batches, and reads the images of a larger support set twice. A batch that does not fit into CUDA's memory is
-        halved until it does, with a warning.
+        batches, and reads the images of a larger support set twice; of up to 512 images the default checkpoint's set
+        encoder keeps its first maps, 0.3 MB an image. A batch that does not fit into CUDA's memory is halved until it
+        does, with a warning.
     temperature : float or "auto", default=1.0
         T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits T to support images that are
         left out one at a time; it is 1 if no class has two of them.
-    priors : array-like of shape (k,) or mapping of label to share, optional
+    priors : array-like of shape (k,), mapping of label to share, or "equal", optional
         Shares of the classes among the queries, by which probabilities and labels follow Bayes' rule; an array is in
-        the order of ``classes_``. By default all are equal, whatever the numbers of support images.
+        the order of ``classes_``. By default they are those estimated among the ``unlabelled`` images of ``fit``, and
+        equal without any, whatever the numbers of support images.
     unknown_label : str, int or float, optional
         Label that ``predict`` gives to an image too far from every class, of their labels' type. At least one class
         needs two support images; a single class is enough. Every image then takes a second pass, through the network
@@ -165,15 +182,27 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         need not look alike: images like them are rejected.
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). The smallest that n
-        support images allow is 1 / (n + 1).
+        support images allow is 1 / (n + 1). With examples of no class it may be up to twice as large, as far as fewer
+        of them are taken for known classes. ``set_params`` changes it without another fit.
     value_range : (float, float), optional
         The values that are black and white in arrays and tensors, of support and queries alike, and in files and PIL
-        images of more than 8 bits whose file does not say it: (0, 4095) for a camera of 12 bits. By default 0 and 255,
+        images of more than 8 bits that do not declare it: (0, 4095) for a camera of 12 bits. By default 0 and 255,
         65535 (files of 16 bits) or 1 (floats), with a warning if a collection uses a small part of that.
+    pages : {"first", "max", "mean"}, int or (int, int, int), optional
+        Which page of a file of several is the picture, of support and queries alike: one, by its number from 0 on; the
+        largest or mean values of all; or three grey ones as red, green and blue. By default a stack is an error, and of
+        an animation the first frame is used, with a warning.
+    bands : int, (int, int, int) or (int, int, int, int), optional
+        Which bands of files, arrays and tensors are red, green and blue, or one that is grey, by their numbers from 0
+        on; the fourth is opacity. By default bands that are neither colours nor opacity are an error.
     n_jobs : int, optional
         Threads that decode images, counted as in scikit-learn (-1: all cores). By default the usable cores, at most 4.
     verbose : int, default=0
         1 shows progress bars.
+    memory : path, optional
+        Folder in which the pictures of files, as the network reads them, and features are remembered for later calls
+        and other programs: they are neither read nor computed again. It has at most 2 GB, and what is no longer used
+        makes room. Files and saved classifiers do not name it.
 
     Attributes
     ----------
@@ -186,9 +215,11 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     temperature_ : float
         ``temperature``, or what "auto" chose.
     priors_ : ndarray of shape (k,)
-        ``priors``, with sum one.
+        The shares in force, with sum one.
     threshold_ : float or None
         ``predict`` gives ``unknown_label`` where :meth:`outlier_score` is above it; None without ``unknown_label``.
+    false_rejection_interval_ : (float, float) or None
+        Where the share of queries of known classes that are rejected lies with probability 0.9.
     fitted_head_ : FittedHead
         The head fitted to the support set, with its calibration.
     device_ : torch.device
@@ -196,6 +227,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         The pretrained model, unadapted.
     precision_ : str
         ``precision`` as it was when the classifier was fitted.
+    engine_ : str
+        What runs the network: "PyTorch", or "ONNX Runtime" where it is installed and faster (see the page "How fast").
     task_ : AdaptedTask
         The adapted network and the fitted head.
 
@@ -216,6 +249,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
 
     _noun = "image"
     _similarities = SIMILARITIES
+    _has_twins = True
     _fitted: _Fitted
 
     def __init__(
@@ -233,8 +267,11 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         unknown_label: Any = None,
         false_rejection_rate: float = 0.05,
         value_range: tuple[float, float] | None = None,
+        pages: str | int | Sequence[int] | None = None,
+        bands: int | Sequence[int] | None = None,
         n_jobs: int | None = None,
         verbose: int = 0,
+        memory: str | os.PathLike[str] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.head = head
@@ -248,10 +285,19 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         self.unknown_label = unknown_label
         self.false_rejection_rate = false_rejection_rate
         self.value_range = value_range
+        self.pages = pages
+        self.bands = bands
         self.n_jobs = n_jobs
         self.verbose = verbose
+        self.memory = memory
 
-    def fit(self, X: Any, y: ArrayLike | None = None, groups: Iterable[Any] | None = None) -> SimpleCNAPSClassifier:
+    def fit(
+        self,
+        X: Any,
+        y: ArrayLike | None = None,
+        groups: Iterable[Any] | None = None,
+        unlabelled: Any = None,
+    ) -> SimpleCNAPSClassifier:
         """Adapt to a support set and return the classifier itself. After an error it is what it was before.
 
         Parameters
@@ -268,6 +314,12 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             have images of several classes. By default copies are recognised and form groups: the same image of a class
             again, compressed, mirrored or slightly cropped; and so do the regions of one photograph. A UserWarning says
             how many copies there are, and another one names those that are in different classes.
+        unlabelled : collection of m images, optional
+            Images without a label, such as all others of a folder. They show where the classes lie, how many of each
+            there are (``priors_``) and how far images of one class spread. They need not be of all classes, and some
+            may be of none; copies count once. The network is adapted to ``X`` alone. Of more than 2,000 images so
+            many, evenly spread, are used, with a warning. For the heads "auto" and "mahalanobis"; one class alone
+            learns nothing from them.
 
         Raises
         ------
@@ -279,46 +331,85 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         """
         if y is None and (pairs := labelled_pairs(X)) is not None:
             X, y = pairs
-        return self._fit(X, y, groups, None)
+        self._fitted = snapshot(self)._fit(X, y, groups, unlabelled, None)
+        return self
 
     def _fit(
-        self, X: Any, y: ArrayLike | None, groups: Iterable[Any] | None, allowed: NDArray[Any] | None
-    ) -> SimpleCNAPSClassifier:
-        # What is wrong is found before the network runs.
+        self, X: Any, y: ArrayLike | None, groups: Iterable[Any] | None, unlabelled: Any, allowed: NDArray[Any] | None
+    ) -> _Fitted:
+        """Return what ``fit`` learns. ``self`` is a copy, whose settings no other thread changes."""
+        # 1. Check the settings, and load the pretrained model, on its device.
+        self._check_params()
         model, batches = self._model_and_batches(X)
         head = make_head(self.head, model.config, model.head).to(device_of(model))
+
+        # 2. Validate: what is wrong is found before the network runs.
         labels = checked_labels(y, batches.n_images)
         names = batches.photographs() if groups is None else checked_groups(groups, batches.n_images)
         known = self._of_classes(labels)
         self._check_classes(labels[known], allowed)
         priors = checked_priors(self.priors, np.unique(labels[known]), allowed)
-        check_settings(self.temperature, self.false_rejection_rate)
+        others = self._unlabelled_batches(unlabelled, head, model)
 
-        # Images -> adapted network.
+        # 3. Adapt the network to the images of classes.
         dtype, pictures = choose_dtype(self.precision, model.feature_extractor), list[torch.Tensor]()
         images = batches.several_times(dtype)
-        of_classes = images if known.all() else _RowsOfBatches(images, known)
-        network, batch_size = self._adapted_network(model, of_classes, dtype, batches.batch_size)
+        shown = images if known.all() else _RowsOfBatches(images, known)
+        network, batch_size = self._adapted_network(model, shown, dtype, batches.batch_size)
         unadapted = _unadapted(model, dtype) if self.unknown_label is not None and network.film else None
 
-        # Adapted network -> features -> fitted head.
+        # 4. Features of all images, and the copies among them.
         with closing(with_small_pictures(images, pictures)) as seen:  # after an error no thread waits to decode more
-            examples = Features.joined([*features_of_batches(seen, network, unadapted, batch_size)])
-        copies = same_pictures(torch.cat(pictures), examples.adapted)
-        fitted_head = self._fit_head(head, examples, labels, names, copies, batches.name, priors=priors)
+            examples = Features.joined([*features_of_batches(seen, network, unadapted, batch_size, batches.memory)])
+        compared = None if batches.is_narrow else torch.cat(pictures)  # read as nearly one shade, all look alike
+        copies = np.empty((0, 2), np.int64) if compared is None else same_pictures(compared, examples.adapted)
+        pool = self._unlabelled_features(others, network, examples.adapted)
 
-        small, paths = _classes_first(known, torch.cat(pictures), batches.names())
-        self._fitted = _Fitted(
-            network.device, model, self.precision, network, fitted_head, unadapted, allowed, small, paths
+        # 5. Fit the head.
+        fitted_head = self._fit_head(
+            head, examples, labels, names, copies, batches.name, priors=priors, unlabelled=pool
         )
-        return self
+        small, paths = _classes_first(known, compared, batches.names())
+        return _Fitted(network.device, model, self.precision, network, fitted_head, unadapted, allowed, small, paths)
 
-    def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
-        if isinstance(X, Features):
-            return iter([self._own(X)])
-        batches, fitted = self._query_batches(X, method), self._fitted
-        unadapted = fitted.unadapted if for_outliers else None
-        return features_of_batches(batches, fitted.network, unadapted, batches.batch_size)
+    def _unlabelled_batches(
+        self, unlabelled: Any, head: Head[Any], model: SimpleCNAPS
+    ) -> ImageBatches | Features | None:
+        """Unlabelled images, or Features of them, to learn from. ValueError if the head does not learn from any."""
+        if unlabelled is None:
+            return None
+        head.check_learns_unlabelled()
+        if isinstance(unlabelled, Features):
+            return unlabelled.rows_where(self._evenly(len(unlabelled.adapted)))
+        with _naming_unlabelled():
+            batches = self._batches(unlabelled, model.image_size, device_of(model), "unlabelled")
+            if len(some := self._evenly(batches.n_images)) < batches.n_images:
+                images: Subset[Any] = Subset(batches.images, some.tolist())
+                batches = self._batches(images, model.image_size, device_of(model), "unlabelled")
+        return batches
+
+    def _unlabelled_features(
+        self, unlabelled: ImageBatches | Features | None, network: AdaptedNetwork, examples: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Adapted features (m, d) of unlabelled images, without those of ``examples`` (n, d), and of copies one."""
+        if unlabelled is None:
+            return None
+        n, copies = len(examples), list[NDArray[np.int64]]()
+        if isinstance(unlabelled, Features):
+            features = unlabelled.adapted.to(examples)
+        else:
+            pictures = list[torch.Tensor]()
+            with _naming_unlabelled(), closing(with_small_pictures(unlabelled, pictures)) as images:
+                batches = features_of_batches(images, network, None, unlabelled.batch_size, unlabelled.memory)
+                features = torch.cat([batch.adapted for batch in batches])
+            if not unlabelled.is_narrow:
+                copies.append(same_pictures(torch.cat(pictures), features) + n)
+        copies.append(equal_rows(torch.cat([examples, features])))
+        return features[distinct(n, len(features), np.concatenate(copies))]
+
+    def _check_params(self) -> None:
+        AdaptedFeatures._check_params(self)
+        FittedHeadMixin._check_params(self)
 
     def _check_classes(self, labels: NDArray[Any], allowed: NDArray[Any] | None) -> None:
         """Raise ValueError unless there is something to tell apart, and ``unknown_label`` differs from the classes."""
@@ -332,12 +423,71 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             )
         output_labels(classes, self.unknown_label)
 
+    def predict(self, X: Any, *, transductive: bool = False, groups: Iterable[Any] | None = None) -> NDArray[Any]:
+        """Predict the labels of images.
+
+        Parameters
+        ----------
+        X : collection of m images
+            As for ``fit``, or what :meth:`features` returned. They are processed and dropped batch by batch.
+        transductive : bool, default=False
+            Learn from all m of them as unlabelled examples first, in the place of those of ``fit``, for this call
+            alone: see the page "Unlabelled pictures". Labels then depend on the other queries.
+        groups : sequence of m strings or numbers, optional
+            Queries of one group, such as frames of one burst, share a label: that of their mean logits and their mean
+            outlier score.
+
+        Returns
+        -------
+        ndarray of shape (m,)
+            Labels of the type given to ``fit``. A query whose :meth:`outlier_score` is above ``threshold_`` gets
+            ``unknown_label``.
+
+        Raises
+        ------
+        ValueError
+            An image cannot be used. The message names it.
+        """
+        return self._snapshot()._predict(X, transductive, group_names(groups))
+
+    def _predict(self, X: Any, transductive: bool, groups: list[Any] | None) -> NDArray[Any]:
+        """Return what ``predict`` does. ``self`` is a copy, as for ``_fit``."""
+        # 1. Features, batch by batch, by the network as it was adapted.
+        queries = self._query_features(X, "predict", for_outliers=True)
+        # 2. The fitted head; if asked, it learns from the queries first.
+        head, batches = self._head_for(queries, transductive, groups)
+        # 3. The class of the largest logit, or the unknown label where the outlier score is above the threshold.
+        decisions = Decisions.joined([head.predict(features) for features in batches])
+        if groups is not None:
+            decisions = head.shared(decisions, groups)
+        return head.output_labels[decisions.indices.numpy()]
+
+    def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
+        if isinstance(X, Features):
+            return iter([self._own(X)])
+        batches, fitted = self._query_batches(X, method), self._fitted
+        unadapted = fitted.unadapted if for_outliers else None
+        return features_of_batches(batches, fitted.network, unadapted, batches.batch_size, batches.memory)
+
+    def _queries_and_copies(self, X: Any, method: str) -> tuple[Features, NDArray[np.int64]]:
+        if isinstance(X, Features):
+            return super()._queries_and_copies(X, method)
+        batches, fitted, pictures = self._query_batches(X, method), self._fitted, list[torch.Tensor]()
+        with closing(with_small_pictures(batches, pictures)) as seen:
+            found = features_of_batches(seen, fitted.network, fitted.unadapted, batches.batch_size, batches.memory)
+            features = Features.joined([*found])
+        narrow = batches.is_narrow
+        return features, equal_rows(features.adapted) if narrow else same_pictures(
+            torch.cat(pictures), features.adapted
+        )
+
     def partial_fit(
         self,
         X: Any,
         y: ArrayLike,
         classes: ArrayLike | None = None,
         groups: Iterable[Any] | None = None,
+        unlabelled: Any = None,
     ) -> SimpleCNAPSClassifier:
         """Add support images of known or new classes.
 
@@ -358,6 +508,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         groups : sequence of n strings or numbers, optional
             As for ``fit``; equal groups of different calls are one. Without them new images are compared with all
             images so far; after :meth:`load`, copies of earlier images are recognised only if they are the same again.
+        unlabelled : collection of m images, or Features, optional
+            As for ``fit``; they join those of earlier calls, of which an image that has got a label is left out.
 
         Raises
         ------
@@ -365,10 +517,18 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             As ``fit``; a label is of another type than before or none of ``classes``, or these are not those of an
             earlier call. The fitted state is kept.
         """
+        self._fitted = snapshot(self)._fit_more(X, y, classes, groups, unlabelled)
+        return self
+
+    def _fit_more(
+        self, X: Any, y: ArrayLike, classes: ArrayLike | None, groups: Iterable[Any] | None, unlabelled: Any
+    ) -> _Fitted:
+        """Return what ``partial_fit`` learns. ``self`` is a copy, as for ``_fit``."""
         fitted = getattr(self, "_fitted", None)
         allowed = allowed_classes(classes, fitted and fitted.allowed)
         if fitted is None:
-            return self._fit(X, y, groups, allowed)
+            return self._fit(X, y, groups, unlabelled, allowed)
+        self._check_params()
         before, network, unadapted = self.fitted_head_, fitted.network, fitted.unadapted
         batches = None if isinstance(X, Features) else self._query_batches(X, "partial_fit")
         n = len(X.adapted) if batches is None else batches.n_images
@@ -383,42 +543,44 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         photographs = [None] * n if batches is None else batches.photographs(earlier)
         names = before.group_names + [None] * (earlier - len(before.labels))
         names += photographs if groups is None else checked_groups(groups, n)
-        of_class = self._of_classes(labels)
-        check_allowed(labels[of_class], allowed)
-        output_labels(np.unique(labels[of_class]), self.unknown_label)  # checked before the network runs
-        priors = checked_priors(self.priors, np.unique(labels[of_class]), allowed)
+        with_class = self._of_classes(labels)
+        check_allowed(labels[with_class], allowed)
+        output_labels(np.unique(labels[with_class]), self.unknown_label)  # checked before the network runs
+        priors = checked_priors(self.priors, np.unique(labels[with_class]), allowed)
+        others = self._unlabelled_batches(unlabelled, before.head, fitted.model)
 
         if self.unknown_label is None:
             unadapted, old = None, Features(old.adapted)
         elif unadapted is None and network.film is not None:
-            warnings.warn(
+            warn_caller(
                 "unknown_label was set after fit, which kept no features of the network without adaptation: unknown "
-                "images are recognised by adapted features alone. To compare both, fit again to all support images",
-                stacklevel=2,
+                "images are recognised by adapted features alone. To compare both, fit again to all support images"
             )
         seen = list[torch.Tensor]()
         if batches is None:
             new = [self._own(X)._replace(unadapted=None) if unadapted is None else self._own(X)]
         else:
             with closing(with_small_pictures(batches, seen)) as images:
-                new = [*features_of_batches(images, network, unadapted, batches.batch_size)]
+                new = [*features_of_batches(images, network, unadapted, batches.batch_size, batches.memory)]
         examples = Features.joined([old, *new])
         pictures, copies = self._copies(torch.cat(seen) if seen else None, examples.adapted, earlier)
+        if batches is not None and batches.is_narrow:
+            pictures, copies = None, copies[(copies < earlier).all(axis=1)]
 
         def name(index: int) -> str:
             if index < earlier:
                 return f"earlier image {index}"
             return f"image {index - earlier}" if batches is None else batches.name(index - earlier)
 
-        fitted_head = self._fit_head(before.head, examples, labels, names, copies, name, before, earlier, priors)
+        pool = self._unlabelled_features(others, network, examples.adapted)
+        fitted_head = self._fit_head(before.head, examples, labels, names, copies, name, before, earlier, priors, pool)
         paths = None if batches is None else batches.names()
         if paths is not None or fitted.names is not None:
             paths = [*(fitted.names or [None] * earlier)[:earlier], *(paths or [None] * n)]
-        pictures, paths = _classes_first(of_class, pictures, paths)
-        self._fitted = replace(
+        pictures, paths = _classes_first(with_class, pictures, paths)
+        return replace(
             fitted, fitted_head=fitted_head, unadapted=unadapted, allowed=allowed, pictures=pictures, names=paths
         )
-        return self
 
     def _copies(
         self, added: torch.Tensor | None, features: torch.Tensor, n: int
@@ -426,7 +588,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         """Small pictures of all images, n and those ``added``, and the pairs of copies by the features of all.
 
         A classifier that was loaded or unpickled has no pictures of earlier images, and one that was given features has
-        none of those. Of such it knows the groups, and recognises a new image that has the same features.
+        none of those. For those it knows only the groups, and recognises a new image that has the same features.
         """
         if self._fitted.pictures is not None and added is not None:
             pictures = torch.cat([self._fitted.pictures[:n], added])
@@ -458,28 +620,25 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             Adapted features (m, d) and, with ``unknown_label``, those of the network without adaptation. They hold for
             as long as the network stays adapted as it is: until the next ``fit``.
         """
-        check_is_fitted(self)
-        return Features.joined([*self._query_features(X, "features", for_outliers=True)])
+        return Features.joined([*self._snapshot()._query_features(X, "features", for_outliers=True)])
 
     def summary(self) -> SupportSummary:
         """Examples a class, leave-one-out accuracy, confusions, and support images that look wrong; ``print`` it.
 
         Images that came as files are called by their paths, until the classifier is saved or pickled.
         """
-        summary, names = super().summary(), self._fitted.names
-        return replace(summary, names=names and names[: len(self.fitted_head_.labels)])
+        fitted = self._snapshot()._fitted
+        names = fitted.names and fitted.names[: len(fitted.fitted_head.labels)]
+        return replace(summarise(fitted.fitted_head, self._noun), names=names)
 
     # ---------------------------------------------------------------- attributes
 
     @property
     def task_(self) -> AdaptedTask:
         """The adapted network and the fitted head."""
-        return self._fitted.task
-
-    @property
-    def fitted_head_(self) -> FittedHead:
-        """The head fitted to the support set."""
-        return self._fitted.fitted_head
+        now = self._snapshot()
+        task, head = now._fitted.task, now.fitted_head_
+        return task if task.fitted_head is head else AdaptedTask(task.network, head, now._fitted.unadapted)
 
     # ---------------------------------------------------------------- saving, loading, sharing, export
 
@@ -492,7 +651,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         """
         from fewshot_mahalanobis.checkpoints.classifier_file import write_classifier
 
-        write_classifier(self._state(), path)
+        write_classifier(self._snapshot()._state(), path)
 
     @classmethod
     def load(
@@ -541,7 +700,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         repo_id : str
             ``"user/repo"``; made if it is absent.
         private : bool, optional
-            Of a new repository; default: the account's setting.
+            Visibility of a new repository; default: the account's setting.
         token : str or bool, optional
             With write permission; default: that of ``hf auth login``.
         thumbnails : (X, y), optional
@@ -556,7 +715,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         """
         from fewshot_mahalanobis.checkpoints.card import push_classifier
 
-        return push_classifier(repo_id, self._state(), self.summary(), thumbnails, private=private, token=token)
+        now = self._snapshot()
+        return push_classifier(repo_id, now._state(), now.summary(), thumbnails, private=private, token=token)
 
     @classmethod
     def from_pretrained(
@@ -605,7 +765,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         """
         from fewshot_mahalanobis.export.graph import write_onnx
 
-        write_onnx(*self._exported(), path, pixels=pixels)
+        write_onnx(*self._snapshot()._exported(), path, pixels=pixels)
 
     def export_program(self, path: str | os.PathLike[str], *, pixels: bool = False) -> None:
         """Write the adapted network and its fitted head as one ``torch.export`` program, in float32, to a .pt2 file.
@@ -621,7 +781,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         """
         from fewshot_mahalanobis.export.graph import write_program
 
-        write_program(*self._exported(), path, pixels=pixels)
+        write_program(*self._snapshot()._exported(), path, pixels=pixels)
 
     def export_page(
         self,
@@ -661,8 +821,9 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         """
         from fewshot_mahalanobis.export.web_page import write_web_page
 
-        pictures = None if support is None else self._query_batches(support, "export_page")
-        write_web_page(folder, *self._exported(), title=title, support=pictures, runtime=runtime)
+        now = self._snapshot()
+        pictures = None if support is None else now._query_batches(support, "export_page")
+        write_web_page(folder, *now._exported(), title=title, support=pictures, runtime=runtime)
 
     # ---------------------------------------------------------------- state of files
 
@@ -671,7 +832,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         self._check_settings_are_fitted()
         fitted = self._fitted
         film, parameters = fitted.network.film, self.get_params(deep=False)
-        return ClassifierState(parameters, fitted.model, film, fitted.precision, fitted.fitted_head, fitted.allowed)
+        return ClassifierState(parameters, fitted.model, film, fitted.precision, self.fitted_head_, fitted.allowed)
 
     def _exported(self) -> tuple[SimpleCNAPS, AdaptedTask]:
         """What a graph is made of."""
@@ -681,5 +842,5 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     @classmethod
     def _of(cls, state: ClassifierState) -> SimpleCNAPSClassifier:
         self = cls(**state.parameters)
-        self._fitted = _Fitted.restored({**vars(state), "device": device_of(state.model)})
+        self._fitted = _Fitted.from_state({**vars(state), "device": device_of(state.model)})
         return self

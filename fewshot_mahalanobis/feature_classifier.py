@@ -15,10 +15,11 @@ from sklearn.utils.validation import validate_data
 
 from fewshot_mahalanobis.gaussians.support import class_means
 from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, MahalanobisHead, make_head
-from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows
+from fewshot_mahalanobis.plain import snapshot
+from fewshot_mahalanobis.support_set.copies import checked_groups, distinct, equal_rows, group_names
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
 from fewshot_mahalanobis.support_set.labels import allowed_classes, check_allowed, joined_labels, label_array
 from fewshot_mahalanobis.support_set.priors import checked_priors
 
@@ -27,8 +28,12 @@ class _Fitted(NamedTuple):
     """What ``fit`` learns. ``partial_fit`` makes another one."""
 
     columns: BaseEstimator  # width and names of the columns of X, where scikit-learn's validate_data writes them
-    head: FittedHead
+    fitted_head: FittedHead
     allowed: NDArray[Any] | None  # every class that may occur, if partial_fit was told
+
+    def with_head(self, fitted_head: FittedHead) -> _Fitted:
+        """The same with another head."""
+        return _Fitted(self.columns, fitted_head, self.allowed)
 
 
 class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
@@ -55,17 +60,19 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     temperature : float or "auto", default=1.0
         T > 0: the probabilities are the softmax of the logits divided by T. "auto" fits it to training examples that
         are left out one at a time. It is 1 if no class has two examples.
-    priors : array-like of shape (k,) or mapping of label to share, optional
+    priors : array-like of shape (k,), mapping of label to share, or "equal", optional
         Shares of the classes among the queries, by which probabilities and labels follow Bayes' rule; an array is in
-        the order of ``classes_``. By default all are equal, whatever the numbers of training examples: unlike
-        LinearDiscriminantAnalysis, which takes them from those.
+        the order of ``classes_``. By default they are those estimated among the ``unlabelled`` examples of ``fit``, and
+        equal without any, whatever the numbers of training examples: unlike LinearDiscriminantAnalysis, which takes
+        them from those.
     unknown_label : str or number, optional
         Label that ``predict`` gives to a query too far from every class, of their labels' type. At least one class
         needs two examples; a single class is enough. Those that have this label in ``fit`` and ``partial_fit`` are
         examples of no class, which need not look alike: queries like them are rejected.
     false_rejection_rate : float, default=0.05
         Share of the queries of known classes that get ``unknown_label`` by mistake, in (0, 1). With n training examples
-        the smallest possible share is 1 / (n + 1).
+        the smallest possible share is 1 / (n + 1). With examples of no class it may be up to twice as large, as far as
+        fewer of them are taken for known classes. ``set_params`` changes it without another fit.
 
     Attributes
     ----------
@@ -80,9 +87,11 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     temperature_ : float
         ``temperature``, or what "auto" chose.
     priors_ : ndarray of shape (k,)
-        ``priors``, with sum one.
+        The shares in force, with sum one.
     threshold_ : float or None
         ``predict`` gives ``unknown_label`` where :meth:`outlier_score` is above it; None without ``unknown_label``.
+    false_rejection_interval_ : (float, float) or None
+        Where the share of queries of known classes that are rejected lies with probability 0.9.
     fitted_head_ : FittedHead
         The head fitted to the training examples, with its calibration.
     n_features_in_ : int
@@ -121,7 +130,13 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         self.unknown_label = unknown_label
         self.false_rejection_rate = false_rejection_rate
 
-    def fit(self, X: ArrayLike, y: ArrayLike, groups: Iterable[Any] | None = None) -> MahalanobisClassifier:
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: Iterable[Any] | None = None,
+        unlabelled: ArrayLike | None = None,
+    ) -> MahalanobisClassifier:
         """Fit the Gaussian of each class.
 
         Parameters
@@ -134,6 +149,11 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             temperature and threshold are chosen by leaving examples out; each group counts once. A group may have
             examples of several classes. By default, examples of one class with equal features are a group, if the
             features are not of a kind that is often equal by chance.
+        unlabelled : array-like of shape (m, d), optional
+            Examples without a label. They show where the classes lie, how many examples each has (``priors_``) and how
+            far those of one class spread. They need not be of all classes, and some may be of none; equal ones count
+            once. Of more than 2,000 so many, evenly spread, are used, with a warning. For the heads "auto" and
+            "mahalanobis".
 
         Raises
         ------
@@ -146,10 +166,55 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             ``false_rejection_rate`` is smaller than so few examples can guarantee, or examples are copies; those in
             different classes are named.
         """
+        self._fitted = snapshot(self)._fit(X, y, groups, unlabelled)
+        return self
+
+    def _fit(self, X: ArrayLike, y: ArrayLike, groups: Iterable[Any] | None, unlabelled: ArrayLike | None) -> _Fitted:
+        """Return what ``fit`` learns. ``self`` is a copy, whose settings no other thread changes."""
+        self._check_params()
         columns, features, labels = self._checked(X, y)
         names = checked_groups(groups, len(labels))
-        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names, None), None)
-        return self
+        pool = self._unlabelled(unlabelled, columns, features)
+        return _Fitted(columns, self._fitted_to(features, labels, names, None, unlabelled=pool), None)
+
+    def predict(self, X: ArrayLike, *, transductive: bool = False, groups: Iterable[Any] | None = None) -> NDArray[Any]:
+        """Predict the labels of queries.
+
+        Parameters
+        ----------
+        X : array-like of shape (m, d)
+            As for ``fit``.
+        transductive : bool, default=False
+            Learn from all m of them as unlabelled examples first, in the place of those of ``fit``, for this call
+            alone: see the page "Unlabelled pictures". Labels then depend on the other queries.
+        groups : sequence of m strings or numbers, optional
+            Queries of one group, such as frames of one burst, share a label: that of their mean logits and their mean
+            outlier score.
+
+        Returns
+        -------
+        ndarray of shape (m,)
+            Labels of the type given to ``fit``. A query whose :meth:`outlier_score` is above ``threshold_`` gets
+            ``unknown_label``.
+
+        Raises
+        ------
+        ValueError
+            On invalid data.
+        """
+        return self._snapshot()._predict(X, transductive, group_names(groups))
+
+    def _predict(self, X: ArrayLike, transductive: bool, groups: list[Any] | None) -> NDArray[Any]:
+        """Return what ``predict`` does. ``self`` is a copy, as for ``_fit``."""
+        head, batches = self._head_for(self._query_features(X, "predict"), transductive, groups)
+        decisions = Decisions.joined([head.predict(features) for features in batches])
+        if groups is not None:
+            decisions = head.shared(decisions, groups)
+        return head.output_labels[decisions.indices.numpy()]
+
+    def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
+        checked = validate_data(self, X, dtype=np.float64, reset=False)
+        yield Features(torch.tensor(checked, device="cpu"))
 
     def partial_fit(
         self,
@@ -157,6 +222,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         y: ArrayLike,
         classes: ArrayLike | None = None,
         groups: Iterable[Any] | None = None,
+        unlabelled: ArrayLike | None = None,
     ) -> MahalanobisClassifier:
         """Add examples, of known or new classes: equal to ``fit`` on all examples given so far.
 
@@ -171,6 +237,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             occurred. If no call names them, any label may occur.
         groups : sequence of n strings or numbers, optional
             As for ``fit``; equal groups of different calls are one.
+        unlabelled : array-like of shape (m, d), optional
+            As for ``fit``; they join those of earlier calls, of which an example that has got a label is left out.
 
         Raises
         ------
@@ -178,13 +246,26 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             On invalid data, a label outside ``classes``, or ``classes`` other than an earlier call's. The estimator
             is then as it was.
         """
+        self._fitted = snapshot(self)._fit_more(X, y, classes, groups, unlabelled)
+        return self
+
+    def _fit_more(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        classes: ArrayLike | None,
+        groups: Iterable[Any] | None,
+        unlabelled: ArrayLike | None,
+    ) -> _Fitted:
+        """Return what ``partial_fit`` learns. ``self`` is a copy, as for ``_fit``."""
         fitted = getattr(self, "_fitted", None)
+        self._check_params()
         allowed = allowed_classes(classes, fitted and fitted.allowed)
         columns, features, labels = self._checked(X, y, fitted)
         names = checked_groups(groups, len(labels))
         before, earlier = None, 0
         if fitted is not None:
-            before = fitted.head
+            before = self.fitted_head_
             unique_labels(before.support_labels, labels)  # raises where strings would meet numbers
             examples, earlier_labels = self._earlier(before)
             earlier = len(earlier_labels)
@@ -192,8 +273,24 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             labels = joined_labels(earlier_labels, labels)
             names = before.group_names + [None] * (earlier - len(before.labels)) + names
         check_allowed(labels[self._of_classes(labels)], allowed)
-        self._fitted = _Fitted(columns, self._fitted_to(features, labels, names, allowed, before, earlier), allowed)
-        return self
+        pool = self._unlabelled(unlabelled, columns, features)
+        fitted_head = self._fitted_to(features, labels, names, allowed, before, earlier, pool)
+        return _Fitted(columns, fitted_head, allowed)
+
+    def _unlabelled(
+        self, unlabelled: ArrayLike | None, columns: BaseEstimator, features: NDArray[np.float64]
+    ) -> torch.Tensor | None:
+        """Unlabelled examples (m, d) that differ from the ``features`` (n, d) and from each other; None without any."""
+        if unlabelled is None:
+            return None
+        self._head().check_learns_unlabelled()
+        try:
+            checked = validate_data(columns, unlabelled, dtype=np.float64, reset=False, estimator=self)
+        except ValueError as error:
+            raise ValueError(f"unlabelled: {error}") from error
+        pool = torch.from_numpy(checked[self._evenly(len(checked))])
+        pairs = equal_rows(torch.cat([torch.from_numpy(features), pool]))
+        return pool[distinct(len(features), len(pool), pairs)]
 
     def _checked(
         self, X: ArrayLike, y: ArrayLike, fitted: _Fitted | None = None
@@ -217,12 +314,13 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         allowed: NDArray[Any] | None,
         before: FittedHead | None = None,
         earlier: int = 0,
+        unlabelled: torch.Tensor | None = None,
     ) -> FittedHead:
         examples = Features(torch.tensor(features, device="cpu"))
         priors = checked_priors(self.priors, np.unique(labels[self._of_classes(labels)]), allowed)
         copies = equal_rows(examples.adapted)
         name = "example {}".format
-        return self._fit_head(self._head(), examples, labels, names, copies, name, before, earlier, priors)
+        return self._fit_head(self._head(), examples, labels, names, copies, name, before, earlier, priors, unlabelled)
 
     def _head(self) -> Head[Any]:
         given = {"beta": self.beta, "task_covariance": self.task_covariance, "scale": self.scale}
@@ -231,10 +329,6 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         if given and named != MahalanobisHead.name:
             raise ValueError(f'{", ".join(given)}: settings of head="mahalanobis", not of {self.head!r}')
         return make_head(named, {**PAPER_SETTINGS, **given})
-
-    def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
-        checked = validate_data(self, X, dtype=np.float64, reset=False)
-        yield Features(torch.tensor(checked, device="cpu"))
 
     # ---------------------------------------------------------------- saving, loading, export
 
@@ -247,7 +341,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         """
         from fewshot_mahalanobis.checkpoints.classifier_file import write_feature_classifier
 
-        write_feature_classifier(*self._state(), path)
+        write_feature_classifier(*self._snapshot()._state(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MahalanobisClassifier:
@@ -278,7 +372,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         """
         from fewshot_mahalanobis.export.graph import write_head_onnx
 
-        write_head_onnx(self._exported(), path)
+        write_head_onnx(self._snapshot()._exported(), path)
 
     def _state(self) -> tuple[dict[str, Any], list[str] | None, FittedHead, NDArray[Any] | None]:
         """Constructor arguments, names of the columns, and what was fitted, for a file."""
@@ -286,7 +380,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         fitted = self._fitted
         columns = getattr(fitted.columns, "feature_names_in_", None)
         names = None if columns is None else columns.tolist()
-        return self.get_params(deep=False), names, fitted.head, fitted.allowed
+        return self.get_params(deep=False), names, self.fitted_head_, fitted.allowed
 
     def _exported(self) -> FittedHead:
         """What a graph is made of."""
@@ -308,12 +402,10 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         self._fitted = _Fitted(columns, fitted_head, allowed)
         return self
 
-    # ---------------------------------------------------------------- attributes
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(super().__getstate__())  # a copy: a first fit in another thread would change its size
 
-    @property
-    def fitted_head_(self) -> FittedHead:
-        """The head fitted to the training examples."""
-        return self._fitted.head
+    # ---------------------------------------------------------------- attributes
 
     @property
     def n_features_in_(self) -> int:
@@ -328,7 +420,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     @property
     def means_(self) -> NDArray[np.float64]:
         """Class means, shape (k, d)."""
-        return class_means(self.fitted_head_.support.adapted, self.fitted_head_.labels).numpy()
+        head = self.fitted_head_
+        return class_means(head.support.adapted, head.labels).numpy()
 
     @property
     def beta_(self) -> float | None:

@@ -12,6 +12,7 @@ For a confusion matrix use scikit-learn's ``ConfusionMatrixDisplay.from_predicti
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.research.episodes.sampling import Episode
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
+from fewshot_mahalanobis.support_set.labels import label_array
 from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 from fewshot_mahalanobis.support_set.summary import support_influence
 
@@ -98,11 +100,12 @@ def plot_task(
     ValueError
         Images and labels differ in number, or an image cannot be used.
     """
+    classifier = copy.copy(classifier)  # no other thread fits it meanwhile
     support_labels = _labels_of(support_labels, support_images, "support")
     shown = None if query_labels is None else _labels_of(query_labels, query_images, "query")
     if isinstance(classifier, SimpleCNAPSClassifier):
-        said = classifier.predict_all(query_images)
-        predicted, probabilities = said.labels, said.probabilities
+        answers = classifier.predict_all(query_images)
+        predicted, probabilities = answers.labels, answers.probabilities
     else:
         predicted, probabilities = classifier.predict(query_images), classifier.predict_proba(query_images)
     shown = predicted if shown is None else shown
@@ -184,14 +187,15 @@ def plot_support_influence(
     ValueError
         The number of support images is not that of the fit, or every class has one only.
     """
+    classifier = copy.copy(classifier)  # no other thread fits it meanwhile
     images, fitted = _thumbnails(classifier, support_images), classifier.fitted_head_
     if len(images) != len(fitted.labels):
         raise ValueError(f"the classifier was fitted to {len(fitted.labels)} images, but {len(images)} are given")
-    said = classifier.predict_all([query_image])
-    influence = support_influence(fitted, torch.from_numpy(said.features))[0].cpu().numpy()
+    answers = classifier.predict_all([query_image])
+    influence = support_influence(fitted, torch.from_numpy(answers.features))[0].cpu().numpy()
     if np.isnan(influence).all():
         raise ValueError("every class has one support image: without it there would be no such class")
-    (probabilities,) = said.probabilities
+    (probabilities,) = answers.probabilities
     labels = classifier.classes_[fitted.labels.cpu().numpy()]
 
     order = np.argsort(-influence, kind="stable")  # NaN comes last
@@ -249,7 +253,7 @@ def plot_class_gaussians(
         has no such marginal.
     """
     plane = _Plane(features)
-    names, codes = np.unique(np.asarray(labels), return_inverse=True)
+    names, codes = np.unique(label_array(labels), return_inverse=True)
     points = plane.project(features)
     covariance = _settings(covariance, features, codes)
     if covariance.settings.one_shot_covariance == "published" and (np.bincount(codes) == 1).any():
@@ -303,7 +307,7 @@ def plot_decision_regions(
     """
     plane = _Plane(features)
     points = plane.project(features)
-    names, codes = np.unique(np.asarray(labels), return_inverse=True)
+    names, codes = np.unique(label_array(labels), return_inverse=True)
     if len(names) < 2:
         raise ValueError("one class has no decision regions: at least two are needed")
     drawn = points if queries is None else np.concatenate([points, plane.project(queries)])
@@ -327,8 +331,8 @@ def plot_decision_regions(
             plot_class_gaussians(points, names[codes], covariance=covariance, ax=ax)
         else:
             for k, colour in enumerate(colours):
-                of_class = points[codes == k]
-                _draw_class(ax, of_class, of_class.mean(0), np.eye(2), colour, str(names[k]))
+                class_points = points[codes == k]
+                _draw_class(ax, class_points, class_points.mean(0), np.eye(2), colour, str(names[k]))
         if queries is not None:
             ax.scatter(
                 *plane.project(queries).T, s=28, c="0.45", marker="D", edgecolors="white", label="query", zorder=4
@@ -389,7 +393,7 @@ def plot_accuracy(results: Sequence[Result], against: str = "shot", *, ax: Axes 
     ----------
     results : list of Result
         The points, from :func:`~fewshot_mahalanobis.research.evaluation.report.evaluate` or
-        :func:`~fewshot_mahalanobis.research.evaluation.curves.pooled_curve`.
+        :func:`~fewshot_mahalanobis.research.evaluation.shots_and_ways.pooled_curve`.
     against : {"shot", "way"}, default="shot"
         What the horizontal axis is; logarithmic.
     ax : Axes, optional
@@ -457,8 +461,8 @@ def plot_accuracy(results: Sequence[Result], against: str = "shot", *, ax: Axes 
 def plot_learning_curve(curve: LearningCurve, *, more: int | None = None, ax: Axes | None = None) -> Axes:
     """Accuracy against the number of support images a class: measured with fewer, expected with more.
 
-    Solid lines are measured on images that were left out, dashed ones are expected, with the 95 % interval of the mean
-    over all classes. Up to ten classes have a thin line each. The advice is the title.
+    Solid lines are measured on images that were left out, a thin one for each of up to ten classes. The dashed line is
+    expected of all classes, with its 95 % interval. The advice is the title.
 
     Parameters
     ----------
@@ -484,21 +488,18 @@ def plot_learning_curve(curve: LearningCurve, *, more: int | None = None, ax: Ax
     further = [*range((curve.usual_count if more is None else more) + 1)]
     ax = _new_axes() if ax is None else ax
 
-    lines = [(None, now, curve.measured, "black", 2.0)]
+    lines = [("all classes", curve.measured, "black", 2.0)]
     if len(curve.counts) <= 10:
-        of_classes = zip(curve.counts.items(), _colours(len(curve.counts)), strict=True)
-        lines = [
-            (name, n, curve.measured_by_class.get(name, {}), colour, 0.9) for (name, n), colour in of_classes
-        ] + lines
-    for name, counted, measured, colour, width in lines:
-        title = "all classes" if name is None else str(name)
-        expected = [100 * curve.expected(extra, name).accuracy for extra in further]
+        colours = zip(curve.counts, _colours(len(curve.counts)), strict=True)
+        lines = [(str(name), curve.measured_by_class.get(name, {}), colour, 0.9) for name, colour in colours] + lines
+    for title, measured, colour, width in lines:
         ax.plot(
             [*measured], [100 * accuracy for accuracy in measured.values()],
             color=colour, lw=width, marker="o", ms=2 * width, label=title,
         )  # fmt: skip
-        ax.plot([counted + extra for extra in further], expected, color=colour, lw=width, ls="--")
     intervals = [curve.expected(extra) for extra in further]
+    accuracies = [100 * expected.accuracy for expected in intervals]
+    ax.plot([now + extra for extra in further], accuracies, color="black", lw=2.0, ls="--")
     ax.fill_between(
         [now + extra for extra in further],
         [100 * expected.low for expected in intervals],
@@ -567,7 +568,7 @@ def _new_axes() -> Axes:
 
 
 def _labels_of(labels: ArrayLike, images: Any, what: str) -> NDArray[Any]:
-    values = np.asarray(labels)
+    values = label_array(labels)
     if values.shape != (len(images),):
         raise ValueError(f"{len(images)} {what} images need as many labels, not shape {values.shape}")
     return values

@@ -51,7 +51,7 @@ class HeadTask:
     support_labels : int64 Tensor of shape (n,)
         0..k-1, each at least once.
     query_features : Tensor of shape (m, d)
-        Of the support features' dtype.
+        In the support features' dtype.
     """
 
     support_features: Tensor
@@ -86,7 +86,7 @@ def tasks(
         Least and greatest factor, drawn log-uniformly, on entries of the order of 1. Where the dtype cannot hold the
         product it is cut off at a quarter of the largest number.
     dtypes : collection of torch.dtype
-        Of the features.
+        Types of the features.
 
     Returns
     -------

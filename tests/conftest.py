@@ -1,6 +1,20 @@
 """Tests that run side by side (pytest-xdist) compute in one thread each, and so do the processes that they start."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+
+import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before PyTorch is imported
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def narrow_resnet18() -> Iterator[None]:
+    """As :func:`tests.tiny.narrow`, from here to the end of the module."""
+    from tests.tiny import narrow
+
+    with narrow():
+        yield

@@ -36,6 +36,8 @@ from tests.tiny import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 SUPPORT, QUERIES = drawn(SUPPORT_LABELS, 1), drawn(QUERY_LABELS, 2)
 #: scikit-learn's checks of an estimator that need no feature vectors.
 CHECKS = [
@@ -65,7 +67,7 @@ def test_its_features_are_those_of_the_classifier(adapt: bool) -> None:
     features = AdaptedFeatures(model, device="cpu", adapt=adapt).fit(SUPPORT)
     assert np.array_equal(features.transform(QUERIES), classifier.transform(QUERIES))
     assert features.transform(QUERIES).dtype == np.float32
-    assert features.n_features_out_ == classifier.n_features_out_ == 512
+    assert features.n_features_out_ == classifier.n_features_out_ == 64
 
 
 def test_labels_change_nothing_and_the_images_do() -> None:
@@ -83,7 +85,7 @@ def test_without_adaptation_the_features_of_an_image_depend_on_no_other() -> Non
 
 
 def test_one_image_is_enough_to_fit() -> None:
-    assert AdaptedFeatures(adapting_model(), device="cpu").fit(SUPPORT[:1]).transform(QUERIES).shape == (7, 512)
+    assert AdaptedFeatures(adapting_model(), device="cpu").fit(SUPPORT[:1]).transform(QUERIES).shape == (7, 64)
 
 
 @pytest.mark.parametrize("settings", [{"image_size": 48}, {"batch_size": 3}, {"n_jobs": 2}, {"precision": "float32"}])
@@ -110,7 +112,7 @@ def test_data_frames_have_the_names_of_the_features() -> None:
     frame = clone(transformer).set_output(transform="pandas").fit_transform(SUPPORT)
     assert isinstance(frame, pandas.DataFrame)
     names = transformer.fit(SUPPORT).get_feature_names_out()
-    assert frame.columns.tolist() == names.tolist() == [f"adaptedfeatures{i}" for i in range(512)]
+    assert frame.columns.tolist() == names.tolist() == [f"adaptedfeatures{i}" for i in range(64)]
     assert np.array_equal(frame.to_numpy(), transformer.transform(SUPPORT))
 
 
@@ -160,6 +162,8 @@ def test_copies_and_pickles_give_the_same_features(again: Any) -> None:
     assert not np.array_equal(other.transform(QUERIES), transformer.transform(QUERIES))
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_pickle_opens_in_another_process(tmp_path: Path) -> None:
     transformer = AdaptedFeatures(image_size=64, device="cpu").fit(SUPPORT)
     joblib.dump(transformer, tmp_path / "features.joblib")

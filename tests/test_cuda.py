@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 #: their inputs to TF32, which has the 10 bits of float16; bfloat16 has 7.
 TOLERANCE = {"float32": 2**-8, "bfloat16": 2**-4}
 
-#: As in ``recipes/photographs/pooling.toml``, with smaller images.
+#: As in ``recipes/efficientnet_lite0_features.toml``, with smaller images.
 MODEL = {
     "image_size": 96,
     "head": "auto",

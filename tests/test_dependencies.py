@@ -16,6 +16,8 @@ from packaging.utils import canonicalize_name
 import fewshot_mahalanobis
 from fewshot_mahalanobis.extras import install_command
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fewshot-mahalanobis"
 #: conda-forge's other names.
@@ -104,10 +106,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return answers
 
 
+@pytest.mark.slow
 def test_a_bare_installation_fits_predicts_saves_and_loads(bare: dict[str, str]) -> None:
     assert bare["same"] is True
 
 
+@pytest.mark.slow
 def test_no_call_waits_for_the_import_of_torchs_compiler(bare: dict[str, str]) -> None:
     assert bare["compiler"] is False
 
@@ -123,6 +127,7 @@ def test_no_call_waits_for_the_import_of_torchs_compiler(bare: dict[str, str]) -
         ("tables", "cli"),
     ],
 )
+@pytest.mark.slow
 def test_what_needs_an_extra_says_which(bare: dict[str, str], what: str, extra: str) -> None:
     assert install_command(extra) in bare[what]
 

@@ -21,6 +21,8 @@ from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.support_set.features import Features
 from tests.tiny import LABELS, adapting_model, pictures, tiny_classifier, tiny_model
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 # ---------------------------------------------------------------------- classes of a stream
 
 

@@ -21,6 +21,8 @@ from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks import set_encoder
 from tests.tiny import LABELS, TinyExtractor, adapting_model, drawn, pictures, tiny_model
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 MANY = ["red", "green", "blue"] * 7
 
 

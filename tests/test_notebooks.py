@@ -11,6 +11,8 @@ import pytest
 
 from tests.notebooks import EXAMPLES, execute, outputs
 
+pytestmark = [pytest.mark.docs, pytest.mark.process]
+
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 #: The start of a path on the machine that it was run on.
 _MACHINE_PATHS = re.compile(r"(/(home|root|tmp|work|Users|usr|opt|var)/)|([A-Z]:\\\\)|site-packages")

@@ -30,6 +30,8 @@ from fewshot_mahalanobis.plotting import (
 from fewshot_mahalanobis.research.episodes.sampling import Episode
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
 
 

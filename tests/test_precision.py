@@ -80,6 +80,8 @@ def test_older_versions_of_torch_are_asked_otherwise(monkeypatch: pytest.MonkeyP
     assert native_bfloat16(CPU) is False
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_bfloat16_is_not_native_where_the_environment_hides_its_instructions() -> None:
     program = "import torch; from fewshot_mahalanobis.networks import devices; "
     program += "print(devices.native_bfloat16(torch.device('cpu')), devices.native_dtype('auto', torch.device('cpu')))"

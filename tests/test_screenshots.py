@@ -16,6 +16,8 @@ from playwright.sync_api import Browser, Page
 
 from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow
 
+pytestmark = [pytest.mark.docs, pytest.mark.browser]
+
 SITE = Path(os.environ.get("FEWSHOT_MAHALANOBIS_SITE", Path(__file__).parents[1] / "docs" / "_build"))
 PAGES = {
     "start": "index.html",
@@ -35,7 +37,7 @@ PAGES = {
 
 #: Pages to look something up in, and the longest of the others, in pixels.
 REFERENCE = {
-    *("api", "changelog", "cli", "data", "genindex", "model_card", "py-modindex", "trust"),
+    *("api", "app", "changelog", "cli", "data", "genindex", "model_card", "py-modindex", "trust"),
 }
 LONGEST = 5_400
 

@@ -17,6 +17,8 @@ from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.export.web_page import RUNTIME_VERSION
 from tests.tiny import SUPPORT_LABELS, adapting_model, drawn
 
+pytestmark = [pytest.mark.docs, pytest.mark.process]
+
 PAGE = Path(__file__).parents[1] / "docs" / "shipping.md"
 COLOURS = ["red", "green", "blue"]
 

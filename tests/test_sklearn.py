@@ -19,6 +19,8 @@ from sklearn.svm import SVC
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
 LABELS = ["red", "green", "blue"] * 4
 QUERY_LABELS = ["blue", "red", "green", "red", "blue"]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
+from fewshot_mahalanobis.networks import generators, resnet
 from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 
 LABELS = ["blue", "green", "red", "green", "blue", "red", "green", "blue"]
@@ -36,6 +40,21 @@ class TinyExtractor(nn.Module):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory (played)")
         self.batches.append(len(images))
         return self.conv1(images).float().mean(dim=(2, 3))
+
+
+@contextmanager
+def narrow() -> Iterator[None]:
+    """ResNet18 with an eighth of its feature maps, where its width is not the point: a model is a megabyte, not eighty.
+
+    Checkpoints of the real ResNet18 do not fit into it, and other processes have the real one.
+    """
+    widths = tuple(width // 8 for width in resnet.LAYER_WIDTHS)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (resnet, generators):
+            patch.setattr(module, "LAYER_WIDTHS", widths)
+        for network in (resnet.FilmResNet18, resnet.FoldedResNet18):
+            patch.setattr(network, "out_features", widths[-1])
+        yield
 
 
 def tiny_model() -> SimpleCNAPS:

@@ -18,15 +18,16 @@ import functools
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from label_studio_ml.model import LabelStudioMLBase
 from label_studio_ml.utils import get_single_tag_keys
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.checkpoints.files import atomic_replace, locked
+from fewshot_mahalanobis.images.picture import read_square
 
 #: The pretrained model.
 CHECKPOINT = "default"
@@ -45,9 +46,7 @@ class FewShotBackend(LabelStudioMLBase):
 
     def predict(self, tasks: list[dict[str, Any]], **kwargs: Any) -> list[dict[str, Any]]:
         """Predictions of Label Studio's tasks: a choice with its probability, or none for unknown pictures."""
-        state = _read_state()
-        file = _classifier_file(state["number"])
-        classifier = _load(file) if file.exists() else None
+        state, classifier = _state_and_classifier()
         return [
             {**self._prediction(task, classifier), "model_version": f"{len(state['labelled'])} pictures"}
             for task in tasks
@@ -71,7 +70,7 @@ class FewShotBackend(LabelStudioMLBase):
 
     def fit(self, tasks: Any, workdir: str | None = None, **kwargs: Any) -> dict[str, Any]:
         """Learn from one event of Label Studio's webhook; each event comes in a separate process."""
-        with FileLock(_folder() / "lock"):
+        with locked(_folder() / "lock"):
             state = _read_state()
             labelled = self._after(kwargs["event"], kwargs["data"], state["labelled"])
             if labelled != state["labelled"]:
@@ -112,15 +111,14 @@ class FewShotBackend(LabelStudioMLBase):
         classifier: SimpleCNAPSClassifier | None
         if file.exists() and before.items() <= after.items() and len(after) < 2 * adapted_to:
             classifier = SimpleCNAPSClassifier.load(file)
-            if added := [task for task in after if task not in before]:
-                classifier.partial_fit(self._pictures(labelled, added), [after[task] for task in added])
+            pictures = self._pictures(labelled, [task for task in after if task not in before])
+            if pictures:
+                classifier.partial_fit([*pictures.values()], [after[task] for task in pictures])
         else:  # a label was changed or withdrawn, or there are twice as many pictures for the network to adapt to
             pictures, adapted_to = self._pictures(labelled, after), len(after)
             try:
                 classifier = SimpleCNAPSClassifier(CHECKPOINT, unknown_label=UNKNOWN)
-                classifier.fit(pictures, list(after.values()))
-            except ImageError:
-                raise
+                classifier.fit([*pictures.values()], [after[task] for task in pictures])
             except ValueError as error:  # one class, or nothing to tell by what is unknown
                 logging.getLogger(__name__).warning("no predictions yet: %s", error)
                 classifier = None
@@ -128,13 +126,21 @@ class FewShotBackend(LabelStudioMLBase):
         _classifier_file(number).unlink(missing_ok=True)  # of a process that was ended before it wrote its state
         if classifier is not None:
             classifier.save(_classifier_file(number))
-        written = _folder() / "state.json.new"
-        written.write_text(json.dumps({"number": number, "adapted_to": adapted_to, "labelled": labelled}))
-        os.replace(written, _folder() / "state.json")
+        with atomic_replace(_folder() / "state.json") as written:
+            written.write_text(json.dumps({"number": number, "adapted_to": adapted_to, "labelled": labelled}))
         _classifier_file(number - 2).unlink(missing_ok=True)  # a prediction may still be reading the last one
 
-    def _pictures(self, labelled: dict[str, Any], tasks: Any) -> list[str]:
-        return [self.get_local_path(labelled[task]["picture"]) for task in tasks]
+    def _pictures(self, labelled: dict[str, Any], tasks: Iterable[str]) -> dict[str, str]:
+        """The file of each task's picture. A label whose picture is gone or damaged is kept, in case it comes back."""
+        files = {}
+        for task in tasks:
+            try:
+                file = self.get_local_path(labelled[task]["picture"])
+                read_square(file, 84)
+                files[task] = file
+            except (OSError, ValueError) as error:
+                logging.getLogger(__name__).warning("task %s is left out: %s", task, error)
+        return files
 
 
 def _folder() -> Path:
@@ -151,6 +157,17 @@ def _read_state() -> dict[str, Any]:
     file = _folder() / "state.json"
     state: dict[str, Any] = {"number": 0, "adapted_to": 0, "labelled": {}}
     return json.loads(file.read_text()) if file.exists() else state
+
+
+def _state_and_classifier() -> tuple[dict[str, Any], SimpleCNAPSClassifier | None]:
+    """The last state and the classifier fitted to it; None if there is none yet."""
+    while True:
+        state = _read_state()
+        try:
+            return state, _load(_classifier_file(state["number"]))
+        except FileNotFoundError:
+            if state["number"] == _read_state()["number"]:  # else two fits have removed the file meanwhile
+                return state, None
 
 
 @functools.lru_cache(maxsize=2)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["density", "doubt", "most_useful", "most_useful_first", "typicality"]
+__all__ = ["density", "doubt", "most_useful", "typicality"]
 
 #: Nearest pictures whose similarity counts.
 _NEAREST = 5
-#: Pictures that are put in order one after the other, which takes a while if there are thousands.
-_IN_TURN = 50
 #: Rows of similarities in memory at a time.
 _BLOCK = 1024
 
@@ -31,31 +29,6 @@ def most_useful(probabilities: NDArray[np.floating], typical: NDArray[np.floatin
     """
     unsure = doubt(probabilities)
     return int(np.where(unsure >= unsure.max() / 2, typical, -np.inf).argmax())
-
-
-def most_useful_first(
-    probabilities: NDArray[np.floating], features: NDArray[np.floating], known: NDArray[np.floating]
-) -> list[int]:
-    """Indices of pictures, those that would teach most first.
-
-    The first fifty are :func:`most_useful` in turn, each compared with those before it too, whose label it would have
-    by then. The others are in order of :func:`doubt`.
-
-    Parameters
-    ----------
-    probabilities : ndarray of shape (m, k)
-    features : ndarray of shape (m, d)
-    known : ndarray of shape (n, d)
-        Features of pictures with a label.
-    """
-    left, order, densities = (-doubt(probabilities)).argsort(kind="stable"), list[int](), density(features)
-    typical = typicality(features, densities, known)
-    while len(left) and len(order) < _IN_TURN:
-        chosen = left[most_useful(probabilities[left], typical[left])]
-        left = left[left != chosen]
-        typical = np.minimum(typical, typicality(features, densities, features[[chosen]]))
-        order.append(chosen)
-    return [int(index) for index in (*order, *left)]
 
 
 def doubt(probabilities: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -86,7 +59,7 @@ def typicality(
     Parameters
     ----------
     features : ndarray of shape (m, d)
-        Of pictures without a label, as ``transform`` gives them.
+        Features of pictures without a label, from ``transform``.
     densities : ndarray of shape (m,)
         Their :func:`density` among all pictures that are to be labelled.
     known : ndarray of shape (n, d)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
+import json
 import math
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Collection, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,14 +25,18 @@ from fewshot_mahalanobis.apps.cli_options import (
     check_output,
     clear_errors,
     number_of,
+    numbers_in,
     report_skipped,
 )
 from fewshot_mahalanobis.apps.cli_research import data_app, evaluate, meta_train, pretrain
 
 if TYPE_CHECKING:
-    from fewshot_mahalanobis.images.boxes import Boxes
+    from fewshot_mahalanobis.apps.exporting import Compared
+    from fewshot_mahalanobis.apps.journal import Journal
+    from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
     from fewshot_mahalanobis.images.folders import LabelledImages
     from fewshot_mahalanobis.images.region import Region
+    from fewshot_mahalanobis.images.sources import Pictures
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,14 +54,25 @@ app.add_typer(data_app, name="data")
 Model = Annotated[Path, typer.Argument(help="File written by `fit`.")]
 Host = Annotated[str, typer.Option(help='Address to listen on; "0.0.0.0" admits other machines of the network.')]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the first free one from 7860.")]
-Share = Annotated[bool, typer.Option("--share", help="Also make a public address through Gradio's server.")]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="FEWSHOT_MAHALANOBIS_TOKEN",
+        help="What the page and programs must present. Default: a new one where --host admits others.",
+        show_default=False,
+    ),
+]
+LabelsOutput = Annotated[
+    Path,
+    typer.Option("--output", "-o", help="Table of the labels, written after every answer; an earlier one goes on."),
+]
 Browser = Annotated[bool, typer.Option(help="Open the page in the browser.")]
 Images = Annotated[list[Path], typer.Argument(help="Images, or folders that are searched for images.")]
 ImagesOrBoxes = Annotated[
     list[Path],
     typer.Argument(
-        help="Images, folders that are searched for images, or files of boxes in images: a CSV file with columns "
-        "path,x,y,width,height, a COCO annotation file or MegaDetector's results (.json)."
+        help="Images, folders that are searched for images, CSV files with a column path, or files of boxes in images: "
+        "a CSV file with columns path,x,y,width,height, a COCO annotation file or MegaDetector's results (.json)."
     ),
 ]
 ImageFolder = Annotated[
@@ -72,6 +90,45 @@ MinConfidence = Annotated[
 ]
 Category = Annotated[
     str | None, typer.Option(help="Leave out MegaDetector's detections of other categories; animal, say.")
+]
+
+
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        envvar="FEWSHOT_MAHALANOBIS_PICTURES",
+        help="Folder in which pictures and features are remembered, so that they are read once. Default: "
+        ".fewshot-mahalanobis beside the model.",
+    ),
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Remember nothing, and read every picture anew.")]
+FalseRejectionRate = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Share of images of known classes that may get the unknown label by mistake, in place of the one that the "
+        "model was fitted with.",
+    ),
+]
+
+
+Propose = Annotated[
+    bool,
+    typer.Option(
+        "--propose",
+        help="Propose new classes: images of no class that look like one another. For a model with an unknown label.",
+    ),
+]
+
+
+GroupBy = Annotated[
+    str | None,
+    typer.Option(
+        help="Pictures of one thing, which get one label: those of one folder (folder), those taken within N seconds "
+        "of each other, by EXIF time (seconds=N), or those of one name in a column of the table (column=NAME)."
+    ),
 ]
 
 
@@ -142,6 +199,10 @@ def fit(
             "--from", help="Add the images to those of this file, which `fit` wrote, with its network and settings."
         ),
     ] = None,
+    unlabelled: Annotated[
+        list[Path] | None,
+        typer.Option(help="Images without a label to learn from too: a file or a folder. May be given several times."),
+    ] = None,
     rows: Annotated[
         Rows,
         typer.Option(
@@ -168,8 +229,21 @@ def fit(
     value_range: Annotated[
         tuple[float, float] | None,
         typer.Option(
-            help="Values that are black and white in images of more than 8 bits whose file does not say it, saved for "
+            help="Values that are black and white in images of more than 8 bits that do not declare it, saved for "
             "the images to classify: 0 4095 for a camera of 12 bits."
+        ),
+    ] = None,
+    pages: Annotated[
+        str | None,
+        typer.Option(
+            help="Page that is read of files of several, saved for the images to classify: first, a number counted "
+            "from 0, max or mean of all, or three grey ones as red, green and blue: 0,1,2."
+        ),
+    ] = None,
+    bands: Annotated[
+        str | None,
+        typer.Option(
+            help="Bands that are red, green and blue in files of more, counted from 0, or one: 3,2,1. Saved likewise."
         ),
     ] = None,
     unknown_label: Annotated[
@@ -185,7 +259,8 @@ def fit(
     priors: Annotated[
         str | None,
         typer.Option(
-            help="Shares of the classes among the images to classify: cat=0.9,dog=0.1. By default all are equal."
+            help="Shares of the classes among the images to classify: cat=0.9,dog=0.1; or equal. By default those "
+            "among the images of --unlabelled, and equal ones without any."
         ),
     ] = None,
     image_folder: ImageFolder = None,
@@ -201,6 +276,8 @@ def fit(
         bool, typer.Option("--report", help="Show leave-one-out accuracy, confused classes and suspect images.")
     ] = False,
     skip_errors: SkipErrors = False,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     device: Device = "auto",
 ) -> None:
     """Fit a classifier on a few images of each class and save it.
@@ -217,10 +294,13 @@ def fit(
         fewshot-mahalanobis fit --from flowers.safetensors corrected.csv -o flowers.safetensors
 
         fewshot-mahalanobis fit photos/ -o flowers.safetensors --unknown-label "no flower"
+
+        fewshot-mahalanobis fit photos/ --unlabelled holiday/ -o flowers.safetensors
     """
     with clear_errors():
         check_output(output)
         shares = None if priors is None else _shares(priors)
+        others = _find_pictures(unlabelled or []).images
         if backbone is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --backbone exclude each other: both name the network")
         if model is not None and (given := [name for name in _OF_A_MODEL if _is_given(context, name)]):
@@ -250,33 +330,56 @@ def fit(
                 adapt=adapt,
                 image_size=image_size if backbone is None else None,
                 value_range=value_range,
+                pages=numbers_in(pages),
+                bands=numbers_in(bands),
                 device=device,
                 priors=shares,
                 unknown_label=unknown_label,
                 false_rejection_rate=false_rejection_rate,
             )
-        images, labels, group_names, _ = _with_unknown_label(labelled, classifier.unknown_label)
+        classifier.set_params(memory=None if no_cache else cache or _cache_beside(output))
+        labelled = _with_unknown_label(labelled, classifier.unknown_label)
+        images, labels, group_names = labelled.images, labelled.labels, labelled.groups
         if groups == "none":
             group_names = [*map(str, images)]
         skipped = fit_files(
-            classifier, images, labels, groups=group_names, skip_errors=skip_errors, add=model is not None
+            classifier,
+            images,
+            labels,
+            groups=group_names,
+            unlabelled=others,
+            skip_errors=skip_errors,
+            add=model is not None,
         )
         classifier.save(output)
     counts = ", ".join(f"{name} {n}" for name, n in zip(classifier.classes_, classifier.class_counts_, strict=True))
     classes = "class" if len(classifier.classes_) == 1 else "classes"
     negatives = classifier.fitted_head_.negatives
     of_no_class = "" if negatives is None else f", and {number_of(len(negatives.adapted), 'image')} of no class"
-    typer.echo(f"{output}: {len(classifier.classes_)} {classes} ({counts}){of_no_class}")
+    pool = classifier.fitted_head_.pool
+    others_too = "" if pool is None else f", and {number_of(len(pool.features), 'unlabelled image')}"
+    typer.echo(f"{output}: {len(classifier.classes_)} {classes} ({counts}){of_no_class}{others_too}")
     if report:
         typer.echo(classifier.summary().describe())
-    report_skipped(skipped, len(images))
+    report_skipped(skipped, len(images) + len(others))
 
 
 @app.command()
 def predict(
     model: Model,
     images: ImagesOrBoxes,
-    as_csv: Annotated[bool, typer.Option("--csv/--json", help="Format of the output.")] = True,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write, .csv, .json or .parquet, instead of standard output. After an interruption the same "
+            "command goes on where it was.",
+        ),
+    ] = None,
+    as_csv: Annotated[
+        bool | None, typer.Option("--csv/--json", help="Format of standard output; a file has that of its ending.")
+    ] = None,
     proba: Annotated[bool, typer.Option("--proba", help="Add the probability of each class.")] = False,
     top_k: Annotated[
         int, typer.Option(min=0, help="Add the K most probable labels, best first, and their probabilities.")
@@ -292,14 +395,31 @@ def predict(
             "probable other one; defect=0.2, say. An image unlike every class stays unknown."
         ),
     ] = None,
+    false_rejection_rate: FalseRejectionRate = None,
+    coverage: Annotated[
+        float | None,
+        typer.Option(
+            help="Add the candidates of each image, the classes that it may have, so that for this share of images of "
+            "known classes the right one is among them: 0.9, say. Those with several are marked as doubtful."
+        ),
+    ] = None,
+    group_by: GroupBy = None,
+    propose: Propose = False,
+    unlabelled: Annotated[Path | None, typer.Option(hidden=True)] = None,
     image_folder: ImageFolder = None,
     margin: Margin = 0.0,
     min_confidence: MinConfidence = 0.0,
     category: Category = None,
     skip_errors: SkipErrors = False,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     device: Device = "auto",
 ) -> None:
-    """Classify images, or boxes in them. Writes the path and label of each to standard output.
+    """Classify images, or boxes in them. Writes the path and label of each to standard output, or to a file with -o.
+
+    While it works, the answers so far are in a file beside that of -o, called like it and .partial. With --skip-errors
+    an image that cannot be read has a row too, and why in its column error. With --group-by or --propose there are no
+    answers before the last image is read, and so none in that file.
 
     CSV has the columns path and label, checked (empty, for your mark), predicted (the label again) and probability;
     with --min-probability doubtful, with --proba one for each class, and with --top-k label_1, probability_1, label_2,
@@ -308,12 +428,16 @@ def predict(
     JSON is a list of objects with "path", "label" and, if asked for, "doubtful", "probabilities" and "top".
     Probabilities are of the known classes, even if the label is the one for unknown images.
 
+    A model with an unknown label also gives the class that the probability is of, outlier_score and outlier_threshold,
+    above which an image is unknown, and doubt, from 0 to 1, by which rows can be ranked. With --propose the column
+    new_class has new-1, new-2, ... for unknown images that look like one another, the most alike first.
+
     For boxes, CSV has x, y, width and height too, in pixels. With --json a file of COCO or MegaDetector is written
     again, with the labels as its categories or classifications.
 
     For example:
 
-        fewshot-mahalanobis predict flowers.safetensors holiday/ > labels.csv
+        fewshot-mahalanobis predict flowers.safetensors holiday/ -o labels.csv
 
         fewshot-mahalanobis predict flowers.safetensors 1.jpg 2.jpg --json --top-k 3
 
@@ -321,35 +445,137 @@ def predict(
 
         fewshot-mahalanobis predict parts.safetensors today/ --threshold defect=0.2 > labels.csv
     """
-    from fewshot_mahalanobis.apps.labelling import filled_in, predict_files, to_json, write_csv
-    from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-
     with clear_errors():
-        pictures, files = _images_and_boxes(
-            images, image_folder=image_folder, margin=margin, min_confidence=min_confidence, category=category
+        ending = _ending(output, as_csv)
+        if unlabelled is not None:
+            raise ValueError(
+                "--unlabelled is for fit: a model learns once, and then answers any picture. Fit it with --unlabelled, "
+                "and predict by that"
+            )
+        if output is not None:
+            check_output(output)
+        elif sys.__stdout__ is None:
+            raise OSError("standard output is closed, and the labels are written to it")
+
+        from fewshot_mahalanobis.apps import labelling
+
+        if ending == ".parquet":
+            labelling.import_parquet()
+        how, value = _grouping(group_by)
+        found = _find_pictures(
+            images,
+            image_folder=image_folder,
+            margin=margin,
+            min_confidence=min_confidence,
+            category=category,
+            group_column=value if how == "column" else None,
         )
-        again = [] if as_csv else [file for file in files if file.document is not None]
+        pictures = found.images
+        groups = found.groups if how == "column" else _groups_of(pictures, how, value)
+        again = [] if ending != ".json" else [file for file in found.boxes if file.document is not None]
         if again and len(images) > 1:
             raise ValueError("--json writes a JSON file of boxes again, with labels: give it alone")
-        if again and min_probability is not None:
-            raise ValueError("--min-probability is for tables: a JSON file of boxes has the probability of each label")
-        classifier = SimpleCNAPSClassifier.load(model, device=device)
+        if again and (min_probability is not None or coverage is not None):
+            option = "--min-probability is" if coverage is None else "--coverage is"
+            raise ValueError(f"{option} for tables: a JSON file of boxes has the probability of each label")
+        if again and propose:
+            raise ValueError("--propose is for tables: a JSON file of boxes has no place for proposed classes")
+        if coverage is not None and min_probability is not None:
+            raise ValueError("--min-probability and --coverage exclude each other: both mark what is doubtful")
+        remembered = None if no_cache else cache or _cache_beside(model)
+        classifier = _at_rate(_loaded(model, device, remembered), false_rejection_rate)
         classes = classifier.classes_.tolist()
         if top_k > len(classes):
             raise ValueError(f"--top-k {top_k} is more than the {len(classes)} classes of {model}")
         wanted = proba or top_k > 0 or bool(again)
         limit = None if threshold is None else _threshold(threshold, classes)
-        predictions, skipped = predict_files(
-            classifier, pictures, probabilities=wanted, threshold=limit, skip_errors=skip_errors
+        journal = None
+        if output is not None and groups is None and not propose:
+            settings = pictures, limit, wanted, coverage, false_rejection_rate
+            journal = _journal(output.with_name(f"{output.name}.partial"), model, *settings)
+        predictions, skipped = labelling.predict_files(
+            classifier,
+            pictures,
+            probabilities=wanted,
+            threshold=limit,
+            coverage=coverage,
+            groups=groups,
+            propose=propose,
+            skip_errors=skip_errors,
+            journal=journal,
         )
-    if as_csv:
-        write_csv(sys.stdout, predictions, classes if proba else [], top_k, min_probability)
-    elif again:
-        labels, shown = classifier.fitted_head_.output_labels.tolist(), len(classes) if proba else max(top_k, 1)
-        typer.echo(filled_in(again[0], predictions, skipped, labels, shown))
+        rows = labelling.with_unreadable(pictures, predictions, skipped)
+        table = rows, classes if proba else [], top_k, min_probability, skip_errors
+        if again:
+            labels, shown = classifier.fitted_head_.output_labels.tolist(), len(classes) if proba else max(top_k, 1)
+            text = labelling.filled_in(again[0], predictions, skipped, labels, shown) + "\n"
+        elif ending == ".json":
+            text = labelling.to_json(rows, proba, top_k, min_probability) + "\n"
+        else:
+            text = labelling.to_csv(*table)
+        if output is not None:
+            from fewshot_mahalanobis.checkpoints.files import atomic_replace
+
+            with atomic_replace(output) as temporary:
+                if ending == ".parquet":
+                    labelling.write_parquet(temporary, *table)
+                else:
+                    temporary.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+        if journal is not None:
+            journal.remove()
+    if output is None:
+        typer.echo(text, nl=False)
     else:
-        typer.echo(to_json(predictions, proba, top_k, min_probability))
+        typer.echo(f"{output}: {number_of(len(rows) - len(skipped), 'image')} labelled")
     report_skipped(skipped, len(pictures))
+
+
+def _cache_beside(model: Path) -> Path:
+    return model.parent / ".fewshot-mahalanobis"
+
+
+def _loaded(model: Path, device: str, memory: Path | None) -> SimpleCNAPSClassifier:
+    """A fitted classifier that remembers pictures in a folder."""
+    from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+
+    return SimpleCNAPSClassifier.load(model, device=device).set_params(memory=memory)
+
+
+def _ending(output: Path | None, as_csv: bool | None) -> str:
+    """The ending of a file that says its format; ".csv" or ".json" for standard output."""
+    ending = ".json" if as_csv is False else ".csv"
+    if output is None:
+        return ending
+    if as_csv is not None and output.suffix.lower() != ending:
+        raise ValueError(
+            f"-o {output}: --csv and --json are for standard output. The ending of the file says its format"
+        )
+    if output.suffix.lower() not in (".csv", ".json", ".parquet"):
+        raise ValueError(f"-o {output}: the ending of the file says its format: .csv, .json or .parquet")
+    return output.suffix.lower()
+
+
+def _journal(file: Path, model: Path, pictures: Sequence[Path | Region], *settings: Any) -> Journal:
+    """The answers of an earlier run by this model with these settings; says how many there are."""
+    from fewshot_mahalanobis.apps.journal import Journal
+
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    journal = Journal(file, {"program": __version__, "model": digest, "settings": settings})
+    if journal.begun_anew:
+        _note(f"{file} has answers of another model or with other options: it is begun anew.")
+    found = [journal.find(picture) for picture in pictures]
+    known = sum(answer is not None and answer["error"] is None for answer in found)
+    _note(f"{file} has the answers for {known:,} of {number_of(len(pictures), 'image')} already." if known else "")
+    return journal
+
+
+def _at_rate(classifier: SimpleCNAPSClassifier, false_rejection_rate: float | None) -> SimpleCNAPSClassifier:
+    """The classifier with another rate than that of its file, if one is given."""
+    if false_rejection_rate is None:
+        return classifier
+    if classifier.unknown_label is None:
+        raise ValueError("--false-rejection-rate: the model rejects nothing. Fit it with --unknown-label")
+    return classifier.set_params(false_rejection_rate=false_rejection_rate)
 
 
 def _threshold(text: str, classes: list[Any]) -> tuple[Any, float]:
@@ -357,7 +583,7 @@ def _threshold(text: str, classes: list[Any]) -> tuple[Any, float]:
     if len(classes) == 1:
         raise ValueError(
             f"--threshold {text}: with one class, {classes[0]}, every probability is 1. What is none of it is rejected "
-            "by the --false-rejection-rate that the model was fitted with"
+            "by --false-rejection-rate"
         )
     name, _, share = text.rpartition("=")
     try:
@@ -376,7 +602,7 @@ def _threshold(text: str, classes: list[Any]) -> tuple[Any, float]:
 
 #: Options of `fit` that a model file has already.
 _OF_A_MODEL = (
-    *("checkpoint", "backbone", "head", "adapt", "image_size", "value_range"),
+    *("checkpoint", "backbone", "head", "adapt", "image_size", "value_range", "pages", "bands"),
     *("unknown_label", "false_rejection_rate"),
 )
 
@@ -398,26 +624,49 @@ def _read_sources(sources: list[Path], **options: Any) -> LabelledImages:
 
 
 def _with_unknown_label(labelled: LabelledImages, unknown_label: Any) -> LabelledImages:
-    """With this label, however it is written, as examples of no class; without them if there is no such label."""
+    """With this label, however it is written, as examples of no class; without what else is the label of none.
+
+    A label that only sounds as if it were of no class stays a class, with a note.
+    """
     from fewshot_mahalanobis.support_set.labels import folded
 
     if unknown_label is None:
-        return _of_classes(labelled, None, ". To learn from them, set --unknown-label when the model is made")
-    none = str(unknown_label)
-    return labelled._replace(labels=[none if folded(label) == folded(none) else label for label in labelled.labels])
+        labelled = _of_classes(labelled, None, ". To learn from them, set --unknown-label when the model is made")
+    else:
+        none = str(unknown_label)
+        labels = [none if folded(label) == folded(none) else label for label in labelled.labels]
+        others = frozenset(label for label in labelled.of_no_class if folded(label) != folded(none))
+        labelled = _without(labelled._replace(labels=labels), others, f" for `predict`: --unknown-label is {none!r}")
+    for label, count in Counter(labelled.labels).items():
+        if folded(label) in _SOUND_LIKE_NO_CLASS and label != unknown_label:
+            _note(
+                f"{number_of(count, 'image')} labelled {label!r} {'is' if count == 1 else 'are'} learned as a class "
+                "like any other. With this --unknown-label when the model is made, they are examples of no class."
+            )
+    return labelled
+
+
+#: Labels that people give pictures of no class.
+_SOUND_LIKE_NO_CLASS = {"none of these", "none of them", "none of the above", "none", "nothing", "no class", "unknown"}
 
 
 def _of_classes(labelled: LabelledImages, unknown_label: Any, remedy: str = "") -> LabelledImages:
     """Without the images of no class; says how many these are."""
     from fewshot_mahalanobis.apps.session import UNKNOWN
-    from fewshot_mahalanobis.support_set.labels import folded
 
     none = UNKNOWN if unknown_label is None else str(unknown_label)
-    known = [folded(label) != folded(none) for label in labelled.labels]
-    if not all(known):
-        images = number_of(known.count(False), "image")
-        _note(f"Left out: {images} labelled {none!r}, which is no class{remedy}.")
-    return labelled.where(known)
+    return _without(labelled, {none, *labelled.of_no_class}, remedy)
+
+
+def _without(labelled: LabelledImages, labels: Collection[str], remedy: str) -> LabelledImages:
+    """Without the images with one of these labels, however it is written; says how many these are."""
+    from fewshot_mahalanobis.support_set.labels import folded
+
+    names = {folded(label): label for label in labels}
+    left_out = Counter(names[folded(label)] for label in labelled.labels if folded(label) in names)
+    for label, count in left_out.items():
+        _note(f"Left out: {number_of(count, 'image')} labelled {label!r}, which is no class{remedy}.")
+    return labelled.where([folded(label) not in names for label in labelled.labels])
 
 
 def _note(note: str) -> None:
@@ -425,8 +674,10 @@ def _note(note: str) -> None:
         typer.echo(note, err=True)
 
 
-def _shares(priors: str) -> dict[str, float]:
-    """The share of each label in "cat=0.9,dog=0.1". An entry with a comma stands in quotes, as in CSV."""
+def _shares(priors: str) -> dict[str, float] | str:
+    """The share of each label in "cat=0.9,dog=0.1", or "equal". An entry with a comma stands in quotes, as in CSV."""
+    if priors == "equal":
+        return priors
     shares = {}
     for entry in next(csv.reader([priors], skipinitialspace=True), []):
         label, _, share = entry.rpartition("=")
@@ -439,36 +690,66 @@ def _shares(priors: str) -> dict[str, float]:
     return shares
 
 
-def _images_and_boxes(places: list[Path], **of_boxes: Any) -> tuple[list[Path | Region], list[Boxes]]:
-    """The files, all image files below the folders, and the regions of files of boxes; and these files."""
-    from fewshot_mahalanobis.images.boxes import is_box_file, read_boxes
+def _find_pictures(places: list[Path], **options: Any) -> Pictures:
+    """The pictures of files, folders and tables; says what was left out."""
+    from fewshot_mahalanobis.images.sources import find_pictures
 
-    images: list[Path | Region] = []
-    files: list[Boxes] = []
-    for place in places:
-        if is_box_file(place):
-            files.append(read_boxes(place, **of_boxes))
-            images += files[-1].regions
-            _note(files[-1].note)
-        else:
-            images += _image_files([place])
-    if not files and any(of_boxes.values()):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name, value in of_boxes.items() if value)
-        raise ValueError(f"{options}: for files of boxes, and there is none")
-    return images, files
+    found = find_pictures(places, **options)
+    for note in found.notes:
+        _note(note)
+    return found
 
 
-def _image_files(files_or_folders: list[Path]) -> list[Path]:
-    """The files, and all image files below the folders."""
-    from fewshot_mahalanobis.images.folders import find_images
+def _grouping(text: str | None) -> tuple[str, str]:
+    """What stands before and after the = of "column=NAME" and "seconds=N"; "folder" has nothing after it."""
+    how, _, value = (text or "").replace(" ", "=", 1).partition("=")
+    is_number = value.replace(".", "", 1).isdecimal()
+    if text is not None and not (
+        (how == "folder" and not value) or (how == "column" and value) or (how == "seconds" and is_number)
+    ):
+        raise ValueError(f"--group-by {text}: it is folder, seconds=60 or column=NAME")
+    return how, value
 
-    paths = []
-    for place in files_or_folders:
-        images = find_images(place)
-        if note := images.note():
-            typer.echo(f"{place}: {note}", err=True)
-        paths += images.paths
-    return paths
+
+def _groups_of(pictures: Sequence[Path | Region], how: str, value: str) -> list[str] | None:
+    """The group of each picture by its folder or its time; None if it is by neither."""
+    from fewshot_mahalanobis.images.bursts import bursts, by_folder
+
+    if how == "folder":
+        return by_folder(pictures)
+    return bursts(pictures, float(value)) if how == "seconds" else None
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    images: Annotated[
+        list[Path], typer.Argument(help="Further images of known classes, which `fit` was not given, or their folders.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write; it may be MODEL itself.")],
+    false_rejection_rate: FalseRejectionRate = None,
+    device: Device = "auto",
+) -> None:
+    """Set the threshold of rejection from further images of known classes, without learning from them.
+
+    From the few images of `fit` the share of false alarms is uncertain. More good images make it certain.
+
+    Example: fewshot-mahalanobis calibrate parts.safetensors more_good/ -o parts.safetensors
+    """
+    with clear_errors():
+        check_output(output)
+        paths = _find_pictures(images).images
+
+        from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+
+        classifier = _at_rate(SimpleCNAPSClassifier.load(model, device=device), false_rejection_rate)
+        classifier.calibrate(paths).save(output)
+    interval = classifier.false_rejection_interval_
+    assert interval is not None  # or there would be nothing to calibrate
+    typer.echo(
+        f"{output}: by {number_of(len(paths), 'image')}, {100 * interval[0]:.2g} to {100 * interval[1]:.2g} % of the "
+        "images of known classes will be rejected (with probability 0.9)"
+    )
 
 
 @app.command()
@@ -477,14 +758,35 @@ def sort(
     images: Images,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the sorted images; made if absent.")],
     link: Annotated[bool, typer.Option("--link", help="Make links instead of copies.")] = False,
-    move: Annotated[bool, typer.Option("--move", help="Move the images instead of copying them.")] = False,
+    move: Annotated[
+        bool, typer.Option("--move", help="Move the images, and their side files, instead of copying.")
+    ] = False,
     min_probability: Annotated[
         float, typer.Option(min=0, max=1, help="Images less probable than this go to the folder `unsure`.")
     ] = 0.5,
+    false_rejection_rate: FalseRejectionRate = None,
+    group_by: GroupBy = None,
+    propose: Propose = False,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="Learn from all of the images first: where each class lies, and how many of each there are.",
+        ),
+    ] = False,
     skip_errors: SkipErrors = False,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     device: Device = "auto",
 ) -> None:
     """Copy images to a folder for each class. Without --move the images themselves stay where they are.
+
+    Images of no class go to a folder called like the unknown label, with --propose those that look like one another to
+    sub-folders new-1, new-2, ... of it. Side files, which --move takes along, are no images
+    and called like one: 1.xmp, 1.jpg.json or 1.CR2 beside 1.jpg.
+
+    While it works, the answers so far are in a file sorting.partial of the folder: after an interruption the same
+    command goes on from there.
 
     Again with a better model, it moves what is no longer unsure, and lists sorted images that it now calls otherwise.
 
@@ -492,12 +794,15 @@ def sort(
 
         fewshot-mahalanobis sort flowers.safetensors holiday/ -o sorted/
 
-        fewshot-mahalanobis sort flowers.safetensors holiday/ -o sorted/ --link
+        fewshot-mahalanobis sort flowers.safetensors holiday/ -o sorted/ --link --together
     """
     with clear_errors():
         if link and move:
             raise ValueError("--link and --move exclude each other")
         check_output(output, folder=True)
+        how, value = _grouping(group_by)
+        if how == "column":
+            raise ValueError(f"--group-by {group_by}: sort takes images and folders, which have no columns")
 
         from fewshot_mahalanobis.images.boxes import is_box_file
 
@@ -506,20 +811,41 @@ def sort(
                 f"{place} has boxes, and sort puts whole images into folders: label the boxes by predict, which "
                 "writes a table, or on a page by review"
             )
-        paths = _image_files(images)
+        from fewshot_mahalanobis.images.folders import find_images, kinds_of
+
+        found = {place: find_images(place) for place in images}
+        paths = [path for of_place in found.values() for path in of_place.paths]
+
+        groups = _groups_of(paths, how, value)
 
         from fewshot_mahalanobis.apps.sorting import sort_files
-        from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
-        classifier = SimpleCNAPSClassifier.load(model, device=device)
+        remembered = None if no_cache else cache or _cache_beside(model)
+        classifier = _at_rate(_loaded(model, device, remembered), false_rejection_rate)
+        journal = None
+        if (
+            groups is None and not together and not propose
+        ):  # else an answer depends on images that are still to be read
+            journal = _journal(output / "sorting.partial", model, paths, false_rejection_rate)
         done = sort_files(
             classifier,
             paths,
             output,
             how="link" if link else "move" if move else "copy",
             min_probability=min_probability,
+            groups=groups,
+            together=together,
+            propose=propose,
             skip_errors=skip_errors,
+            journal=journal,
         )
+        if journal is not None:
+            journal.remove()
+    for place, of_place in found.items():
+        if note := of_place.without(file for file in done.went_along if file.is_relative_to(place)).note():
+            _note(f"{place}: {note}")
+    if done.went_along:
+        _note(f"Moved with their images: {kinds_of(done.went_along)}.")
     counts = Counter(file.sorted_as.parent.name for file in done.new)
     listed = f" ({', '.join(f'{name} {count}' for name, count in sorted(counts.items()))})" if counts else ""
     typer.echo(f"{output}: {number_of(len(done.new), 'image')} sorted{listed}")
@@ -561,6 +887,9 @@ def page(
             "for anything. By default browsers load it from cdn.jsdelivr.net."
         ),
     ] = None,
+    space: Annotated[
+        bool, typer.Option("--space", help="Add the README.md that makes the folder a static Space of Hugging Face.")
+    ] = False,
 ) -> None:
     """Write a web page that classifies in its visitor's browser, or with --teach one that is taught there.
 
@@ -594,6 +923,10 @@ def page(
         else:
             checkpoint = "default" if start is None else SimpleCNAPSClassifier.load(start)
             export_teaching_page(output, checkpoint, **named, runtime=runtime)
+        readme = output / "README.md"
+        if space and not readme.exists():  # which its owner may have written
+            heading = json.dumps(title or "Picture classifier", ensure_ascii=False)
+            readme.write_text(f"---\ntitle: {heading}\nsdk: static\napp_file: index.html\n---\n", encoding="utf-8")
     size = sum(file.stat().st_size for file in output.iterdir()) / 1e6
     typer.echo(f"{output}: a page of {size:.0f} MB, for any web server with https. To look at it here:")
     typer.echo(f"    python3 -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(output))}")
@@ -602,53 +935,87 @@ def page(
 
 @app.command("app")
 def run_app(
+    images: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Images, folders or files of boxes, to be labelled on the page.", show_default=False),
+    ] = None,
     checkpoint: Checkpoint = "default",
     model: Annotated[
         Path | None, typer.Option(help="Start with the classes of a file that `fit` wrote, instead of a checkpoint.")
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = None,
-    share: Share = False,
-    browser: Browser = True,
-    device: Device = "auto",
-) -> None:
-    """Open a page in the browser: name classes, drop images, classify, download the model.
-
-    For example:
-
-        fewshot-mahalanobis app
-
-        fewshot-mahalanobis app --model flowers.safetensors --port 8000
-    """
-    with clear_errors():
-        if model is not None and checkpoint != "default":
-            raise ValueError("--checkpoint and --model exclude each other: a model file has its own network")
-        from fewshot_mahalanobis.apps.page import make_page, serve
-        from fewshot_mahalanobis.checkpoints.load import load_checkpoint
-        from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-
-        start = load_checkpoint(checkpoint) if model is None else SimpleCNAPSClassifier.load(model, device=device)
-        serve(make_page(start, device=device), host=host, port=port, share=share, browser=browser)
-
-
-@app.command()
-def review(
-    model: Model,
-    images: ImagesOrBoxes,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="Table of the labels, written after every answer; an earlier one goes on."),
-    ] = Path("checked.csv"),
+    output: LabelsOutput = Path("checked.csv"),
     image_folder: ImageFolder = None,
     margin: Margin = 0.0,
     min_confidence: MinConfidence = 0.0,
     category: Category = None,
     host: Host = "127.0.0.1",
     port: Port = None,
+    token: Token = None,
     browser: Browser = True,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     device: Device = "auto",
 ) -> None:
-    """Open a page in the browser to label images: the model asks about one at a time, and shows all of its answers.
+    """Open a page in the browser: name classes, drop images, classify, correct, download the model.
+
+    Or label IMAGES there, see `review`. The page is a service for programs too.
+
+    For example:
+
+        fewshot-mahalanobis app
+
+        fewshot-mahalanobis app holiday/
+
+        fewshot-mahalanobis app --model flowers.safetensors --port 8000 --no-browser
+    """
+    with clear_errors():
+        if model is not None and checkpoint != "default":
+            raise ValueError("--checkpoint and --model exclude each other: a model file has its own network")
+        paths: list[Path | Region] = []
+        if images:
+            check_output(output)
+            paths = _find_pictures(
+                images, image_folder=image_folder, margin=margin, min_confidence=min_confidence, category=category
+            ).images
+        from fewshot_mahalanobis.apps.server import Server
+        from fewshot_mahalanobis.apps.session import Session
+        from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+
+        if model is None:
+            start = load_checkpoint(checkpoint)
+        else:
+            start = _loaded(model, device, None if no_cache else cache or _cache_beside(model))
+        session = Session(start, paths, output if images else None, device=device)
+        for path, problem in session.problems.items():
+            typer.echo(f"{path}: {problem}", err=True)
+        if session.labels or session.other_rows:
+            others = f", and {number_of(session.other_rows, 'row')} about others" if session.other_rows else ""
+            typer.echo(f"{output} has labels of {number_of(len(session.labels), 'image')} already{others}", err=True)
+        Server(session, host, port, token).serve(browser=browser)
+
+
+@app.command()
+def review(
+    model: Model,
+    images: ImagesOrBoxes,
+    output: LabelsOutput = Path("checked.csv"),
+    image_folder: ImageFolder = None,
+    margin: Margin = 0.0,
+    min_confidence: MinConfidence = 0.0,
+    category: Category = None,
+    host: Host = "127.0.0.1",
+    port: Port = None,
+    token: Token = None,
+    browser: Browser = True,
+    skip_errors: Annotated[
+        bool,
+        typer.Option("--skip-errors", help="As it is anyway: images that cannot be read are left out and listed."),
+    ] = False,
+    cache: Cache = None,
+    no_cache: NoCache = False,
+    device: Device = "auto",
+) -> None:
+    """Open the page of `app` on images: the model asks about one at a time, and shows all of its answers.
 
     Or boxes in images: the table then has x, y, width and height too. It learns from every label. The page offers the
     labels, which `fit` reads, and the model for download.
@@ -661,23 +1028,153 @@ def review(
 
         fewshot-mahalanobis review birds.safetensors detections.json --category animal
     """
-    with clear_errors():
-        check_output(output)
-        paths, _ = _images_and_boxes(
-            images, image_folder=image_folder, margin=margin, min_confidence=min_confidence, category=category
-        )
+    run_app(
+        images,
+        model=model,
+        output=output,
+        image_folder=image_folder,
+        margin=margin,
+        min_confidence=min_confidence,
+        category=category,
+        host=host,
+        port=port,
+        token=token,
+        browser=browser,
+        cache=cache,
+        no_cache=no_cache,
+        device=device,
+    )
 
-        from fewshot_mahalanobis.apps.review import Review
-        from fewshot_mahalanobis.apps.review_page import ReviewServer
+
+class Language(str, Enum):
+    """Languages of the programs beside an exported graph."""
+
+    python = "python"
+    javascript = "javascript"
+    cpp = "cpp"
+
+
+@app.command()
+def export(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the files; made if absent.")],
+    language: Annotated[
+        list[Language] | None,
+        typer.Option(help="Program to write beside the graph; may be given several times. Default: python."),
+    ] = None,
+    check: Annotated[
+        list[Path] | None,
+        typer.Option(help="Images, or a folder of them, on which model and program are compared; may be repeated."),
+    ] = None,
+) -> None:
+    """Write the model as an ONNX file that reads pixels, with a program that labels pictures by it.
+
+    The program runs without this package: the one in Python needs onnxruntime, numpy and Pillow. With --check, model
+    and program label the same pictures; a table shows the largest differences, and the exit status is 1 if a label
+    differs that is not near a threshold.
+
+    For example:
+
+        fewshot-mahalanobis export flowers.safetensors -o shipped/ --check holiday/
+
+        fewshot-mahalanobis export flowers.safetensors -o shipped/ --language cpp --language javascript
+    """
+    with clear_errors():
+        check_output(output, folder=True)
+        from fewshot_mahalanobis.images.folders import find_images
+
+        pictures = list[Path]()
+        for place in check or []:
+            found = find_images(place)
+            pictures += found.paths
+            _note(f"{place}: {found.note()}" if found.note() else "")
+
+        from fewshot_mahalanobis.apps.exporting import compare, export_folder
         from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
-        reviewed = Review(SimpleCNAPSClassifier.load(model, device=device), paths, output)
-        for path, problem in reviewed.problems.items():
-            typer.echo(f"{path}: {problem}", err=True)
-        if reviewed.labels or reviewed.other_rows:
-            others = f", and {number_of(reviewed.other_rows, 'row')} about others" if reviewed.other_rows else ""
-            typer.echo(f"{output} has labels of {number_of(len(reviewed.labels), 'image')} already{others}", err=True)
-        ReviewServer(reviewed, host, port).serve(browser=browser)
+        languages = [each.value for each in language or [Language.python]]
+        if pictures and "python" not in languages:
+            raise ValueError("--check runs the program in Python: add --language python")
+        classifier = SimpleCNAPSClassifier.load(model, device="cpu")
+        files = export_folder(classifier, output, languages)
+        size = sum(file.stat().st_size for file in files) / 1e6
+        typer.echo(f"{output}: {', '.join(file.name for file in files)}, {size:.1f} MB")
+        compared = compare(classifier, output, pictures) if pictures else []
+    if compared:
+        _report_comparison(compared)
+
+
+#: So many pictures are listed, those that differ most.
+_MOST_COMPARED = 10
+
+
+def _report_comparison(compared: Sequence[Compared]) -> None:
+    """A table of the largest differences, and exit status 1 if a label differs that is not near a threshold."""
+    from statistics import median
+
+    from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+
+    def importance(each: Compared) -> tuple[bool, float]:
+        return each.label != each.exported_label, each.probability_difference
+
+    shown = sorted(compared, key=importance, reverse=True)[:_MOST_COMPARED]
+    rows = [
+        [
+            str(each.path),
+            str(each.label),
+            str(each.exported_label),
+            f"{each.probability_difference:.1e}",
+            f"{each.score_difference:.1e}",
+            "yes" if each.is_near else "",
+        ]
+        for each in shown
+    ]
+    names = ["picture", "model", "exported", "probability differs by", "score by", "near a threshold"]
+    typer.echo(markdown_table(rows, names))
+    differences = [each.probability_difference for each in compared]
+    other = [each for each in compared if each.label != each.exported_label]
+    wrong = [each for each in other if not each.is_near]
+    typer.echo(
+        f"{number_of(len(compared), 'picture')}: {len(compared) - len(other)} with the same label, {len(other)} with "
+        f"another ({len(other) - len(wrong)} near a threshold). Probabilities differ by {max(differences):.1e} at "
+        f"most, by {median(differences):.1e} in the median."
+    )
+    if near := [str(each.path) for each in compared if each.is_near]:
+        listed = ", ".join(near[:_MOST_COMPARED]) + (", ..." if len(near) > _MOST_COMPARED else "")
+        typer.echo(f"Near a threshold, where rounding may decide: {listed}")
+    if wrong:
+        typer.echo(f"error: {number_of(len(wrong), 'picture')} got another label, not near a threshold", err=True)
+        raise typer.Exit(1)
+
+
+@app.command("cache")
+def show_cache(
+    model: Annotated[Path, typer.Argument(help="A model file; by default one in this folder.")] = Path("model"),
+    cache: Cache = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Forget everything in it.")] = False,
+) -> None:
+    """Show how many pictures are remembered beside a model, or clear them.
+
+    They are read from there, as the network sees them, and not from their files again. A file that was changed is read
+    anew.
+
+    For example:
+
+        fewshot-mahalanobis cache flowers.safetensors
+
+        fewshot-mahalanobis cache flowers.safetensors --clear
+    """
+    from fewshot_mahalanobis.images.memory import MOST_BYTES, PictureMemory
+
+    with clear_errors():
+        memory = PictureMemory(cache or _cache_beside(model))
+        if clear:
+            memory.clear()
+        pictures, features, size = memory.contents()
+    typer.echo(
+        f"{memory.folder}: {number_of(pictures, 'picture')} and {features:,} times features, {size / 1e6:,.1f} MB "
+        f"of at most {MOST_BYTES / 1e6:,.0f} MB"
+    )
 
 
 @checkpoints_app.callback(invoke_without_command=True)

@@ -41,6 +41,12 @@ def check_output(path: Path, *, folder: bool = False) -> None:
     check_writable(path / "file" if path.is_dir() else path)
 
 
+def numbers_in(text: str | None) -> Any:
+    """Return the numbers of a text such as "3,2,1"; the text itself if it is something else."""
+    parts = (text or "").split(",")
+    return tuple(map(int, parts)) if all(part.strip().isdecimal() for part in parts) else text
+
+
 def number_of(count: int, noun: str) -> str:
     """Return "1 image" or "2 images"."""
     return f"{count:,} {noun}" + "s" * (count != 1)

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from fewshot_mahalanobis.apps.journal import Journal
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.boxes import BOX_COLUMNS, Boxes
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
-from fewshot_mahalanobis.images.folders import ANSWER_COLUMNS
+from fewshot_mahalanobis.images.memory import remembered_in
 from fewshot_mahalanobis.images.region import Region
+from fewshot_mahalanobis.images.same_picture import same_pictures, small_pictures
+from fewshot_mahalanobis.support_set.answers import ANSWER_COLUMNS, GRADE_COLUMNS
+from fewshot_mahalanobis.support_set.copies import equal_rows
 from fewshot_mahalanobis.support_set.estimator import Predictions
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.new_classes import check_proposes, proposed_classes
+from fewshot_mahalanobis.support_set.prediction_sets import largest_surprise, surprises_within
 
 #: What is labelled.
 Picture = TypeVar("Picture", bound=Path | Region)
 
+#: What a proposed class is called until somebody names it, by its number from 1 on.
+NEW_CLASS = "new-{}"
+#: What stands between the candidates of a cell.
+_BETWEEN = "; "
 #: Batch size where images are decoded while others are classified: small, because the first batch is waited for.
 _BATCH = 16
 #: Side of the squares of images that are only checked, in pixels.
@@ -45,6 +61,15 @@ class UnreadableImages(ValueError):
         self.problems = problems
 
 
+class Grade(NamedTuple):
+    """How near an answer is to rejection, or a rejection to an answer."""
+
+    best: Any  # the class that the probability is of, also where the label is of no class
+    outlier_score: float
+    outlier_threshold: float  # above it a picture is of no class
+    doubt: float  # from 0 to 1, at the nearest boundary, of classes or of rejection
+
+
 @dataclass(frozen=True)
 class LabelledFile:
     """The label of one file or region, and the probabilities of the classes where they are wanted."""
@@ -55,10 +80,47 @@ class LabelledFile:
     unknown: bool = False  # whether it is of no class
     probabilities: dict[Any, float] | None = None
     box: tuple[float, float, float, float] | None = None  # of a region: x, y, width and height in pixels
+    error: str | None = None  # why the picture cannot be read; there is no label then
+    grade: Grade | None = None  # by a classifier that rejects
+    candidates: tuple[Any, ...] | None = None  # the classes that it may have, where a coverage was asked for
+    group: Any = None  # with whose pictures it shares the answer
+    new_class: int | None = None  # number of the new class proposed for it, from 1 on, 0 for none; None if not asked
 
-    def doubtful(self, min_probability: float) -> bool:
-        """Whether it is of no class, or less probable than this."""
-        return self.unknown or self.probability < min_probability
+    @classmethod
+    def unreadable(cls, picture: Path | Region, error: str) -> LabelledFile:
+        """Of a picture that cannot be read."""
+        box = picture.box if isinstance(picture, Region) and not picture.normalized else None
+        return cls(_file(picture), None, 0.0, box=box, error=error)
+
+    def to_state(self) -> dict[str, Any]:
+        """Everything but the path, in types of JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "path"}
+        probabilities = None if self.probabilities is None else [*self.probabilities.values()]
+        return {**values, "probabilities": probabilities}
+
+    @classmethod
+    def from_state(cls, picture: Path | Region, values: dict[str, Any], classes: Sequence[Any]) -> LabelledFile:
+        """Undo :meth:`to_state`, for a picture and the classes of the model."""
+        shares, box = values["probabilities"], values["box"]
+        by_class = None if shares is None else dict(zip(classes, shares, strict=True))
+        grade, candidates = values["grade"], values["candidates"]
+        values = {
+            **values,
+            "probabilities": by_class,
+            "box": None if box is None else tuple(box),
+            "grade": None if grade is None else Grade(*grade),
+            "candidates": None if candidates is None else tuple(candidates),
+        }
+        return cls(_file(picture), **values)
+
+    def doubtful(self, min_probability: float | None) -> bool | None:
+        """Whether it may have several classes, or the label, or its rejection, is less probable; None if not asked."""
+        if self.candidates is not None:
+            return len(self.candidates) > 1
+        if min_probability is None:
+            return None
+        unsure = self.grade is not None and 1 - self.grade.doubt / 2 < min_probability
+        return unsure or (not self.unknown and self.probability < min_probability)
 
     def top(self, k: int) -> list[tuple[Any, float]]:
         """The ``k`` most probable classes with their probabilities, best first."""
@@ -71,10 +133,11 @@ def fit_files(
     labels: Sequence[str],
     *,
     groups: Sequence[Any] | None = None,
+    unlabelled: Sequence[Picture] = (),
     skip_errors: bool = False,
     add: bool = False,
 ) -> dict[Picture, str]:
-    """Fit a classifier to image files or regions of them, ``labels[i]`` for ``paths[i]``; ``groups`` are as in ``fit``.
+    """Fit a classifier to image files or regions of them, ``labels[i]`` for ``paths[i]``; the rest is as in ``fit``.
 
     With ``add`` they are added to what it was fitted to before (``partial_fit``).
 
@@ -90,22 +153,25 @@ def fit_files(
     """
     problems: dict[Picture, str] = {}
     try:
-        _fit(classifier, paths, labels, groups, add)
+        _fit(classifier, paths, labels, groups, unlabelled, add)
         return problems
     except ImageError as error:
         first = error
     with warnings.catch_warnings():  # what there is to remark comes with the images that can be read
         warnings.simplefilter("ignore")
-        for _ in image_batches(classifier, paths, _CHECKED_SIZE, problems, "reading", _BATCH).decoded():
-            pass  # to name every image that cannot be read
+        for some in filter(None, (paths, unlabelled)):
+            for _ in image_batches(classifier, some, _CHECKED_SIZE, problems, "reading", _BATCH).decoded():
+                pass  # to name every image that cannot be read
     if not problems:
         raise first
-    _check(problems, len(paths), skip_errors)
+    _check(problems, len(paths) + len(unlabelled), skip_errors)
     readable = [index for index, path in enumerate(paths) if path not in problems]
     if lost := sorted(set(labels) - {labels[index] for index in readable}):
         raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
     groups = None if groups is None else [groups[index] for index in readable]
-    _fit(classifier, [paths[index] for index in readable], [labels[index] for index in readable], groups, add)
+    unlabelled = [path for path in unlabelled if path not in problems]
+    paths, labels = [paths[index] for index in readable], [labels[index] for index in readable]
+    _fit(classifier, paths, labels, groups, unlabelled, add)
     return problems
 
 
@@ -114,13 +180,16 @@ def _fit(
     paths: Sequence[Picture],
     labels: Sequence[str],
     groups: Sequence[Any] | None,
+    unlabelled: Sequence[Picture],
     add: bool,
 ) -> None:
     """Fit with a progress bar where somebody sees it."""
     verbose = classifier.verbose
     try:
         classifier.set_params(verbose=int(sys.stderr.isatty()))
-        (classifier.partial_fit if add else classifier.fit)(paths, labels, groups=groups)
+        (classifier.partial_fit if add else classifier.fit)(
+            paths, labels, groups=groups, unlabelled=[*unlabelled] or None
+        )
     finally:
         classifier.set_params(verbose=verbose)
 
@@ -131,7 +200,12 @@ def predict_files(
     *,
     probabilities: bool = False,
     threshold: tuple[Any, float] | None = None,
+    coverage: float | None = None,
+    groups: Sequence[Any] | None = None,
+    transductive: bool = False,
+    propose: bool = False,
     skip_errors: bool = False,
+    journal: Journal | None = None,
 ) -> tuple[list[LabelledFile], dict[Picture, str]]:
     """Label image files, or regions of them, by a fitted classifier.
 
@@ -146,8 +220,21 @@ def predict_files(
         A class and a probability: an image gets this label if its probability is at least that, else the most probable
         other one. Images unlike every class stay unknown. For two classes it is scikit-learn's
         ``FixedThresholdClassifier``.
+    coverage : float, optional
+        Find the classes that each image may have, as ``predict_set`` does.
+    groups : sequence of str or number, optional
+        Images of one group share an answer, as in ``predict``. Their features are kept until the last is computed, and
+        no journal can have the answers before.
+    transductive : bool
+        Learn from all of the images for these answers, as ``predict`` does. What holds for groups holds here too.
+    propose : bool
+        Propose new classes among the images of no class, as ``propose_classes`` does. What holds for groups holds here
+        too.
     skip_errors : bool
         Leave out images that cannot be read.
+    journal : Journal, optional
+        About this classifier and these settings. Images that have an answer in it are not read again, and new answers
+        are added batch by batch: whatever ends the call, the next one goes on from there.
 
     Returns
     -------
@@ -160,79 +247,305 @@ def predict_files(
     ------
     UnreadableImages
         Images cannot be read and ``skip_errors`` is False, or none can be read. It lists all of them.
+    ValueError
+        The support images cannot promise the coverage, or new classes are to be proposed and none is rejected.
+    OSError
+        The journal cannot be written.
     """
+    surprise = None if coverage is None else largest_surprise(classifier.fitted_head_, coverage)
+    if propose:
+        check_proposes(classifier.fitted_head_, "image")
     classes, size = classifier.classes_.tolist(), classifier.model_.image_size
-    predictions: list[LabelledFile] = []
+    predictions, fresh, again = dict[int, LabelledFile](), list[int](), list[int]()
+    for index, path in enumerate(paths):
+        known = None if journal is None else journal.find(path)
+        if known is None:
+            fresh.append(index)
+        elif known["error"] is not None:  # it may be the decoder that was missing
+            again.append(index)
+        else:
+            predictions[index] = LabelledFile.from_state(path, known, classes)
+    # Those that could not be read come last, so that the others are in the batches of an undisturbed run.
+    places = fresh + again
     problems: dict[Picture, str] = {}
-    on_cpu = classifier.device_.type == "cpu"
-    batches = image_batches(
-        classifier, paths, size, problems, "predicting", classifier.batch_size if on_cpu else _BATCH
-    )
-    batches.ahead = not on_cpu  # as in ``SimpleCNAPSClassifier.predict``
-    for batch in batches.decoded():
-        if problems and not skip_errors:
-            continue  # only to find the other images that cannot be read
-        answers = classifier.predict_all(batch)
-        rows = answers.probabilities.tolist() if probabilities else [None] * len(batch.indices)
-        labels, best = answers.labels, answers.probabilities.max(axis=1)
-        if threshold is not None:
-            labels, best = _at_threshold(answers, classes, *threshold)
-        unknown = answers.unknown.tolist()
-        answered = zip(batch.indices, labels.tolist(), best.tolist(), unknown, rows, batch.boxes, strict=True)
-        for index, label, probability, is_unknown, row, pixels in answered:
-            image, by_class = paths[index], None if row is None else dict(zip(classes, row, strict=True))
-            if isinstance(image, Region):
-                path, box = Path(image.image), pixels if image.normalized else image.box
-            else:
-                path, box = image, None
-            predictions.append(LabelledFile(path, label, probability, is_unknown, by_class, box))
+    if places:
+        on_cpu = classifier.device_.type == "cpu"
+        batches = image_batches(
+            classifier,
+            [paths[place] for place in places],
+            size,
+            problems,
+            "predicting",
+            classifier.batch_size if on_cpu else _BATCH,
+        )
+        batches.ahead = not on_cpu  # as in ``SimpleCNAPSClassifier.predict``
+        in_journal = set[Picture]()
+        by_place = None if groups is None else [groups[place] for place in places]
+        every = skip_errors or journal is not None
+        for rows, boxes, answers, proposed in _answered(
+            classifier, batches, by_place, transductive, propose, problems, every
+        ):
+            indices = [places[row] for row in rows]
+            found = _labelled(classifier, answers, threshold, surprise, probabilities)
+            for index, pixels, values, new_class in zip(indices, boxes, found, proposed, strict=True):
+                image = paths[index]
+                box = (pixels if image.normalized else image.box) if isinstance(image, Region) else None
+                group = None if groups is None else groups[index]
+                predictions[index] = LabelledFile(_file(image), **values, box=box, group=group, new_class=new_class)
+            if journal is not None:
+                _note_in(journal, problems, in_journal, [(paths[index], predictions[index]) for index in indices])
+        if journal is not None:
+            _note_in(journal, problems, in_journal)
     _check(problems, len(paths), skip_errors)
-    return predictions, problems
+    return [predictions[index] for index in sorted(predictions)], problems
 
 
-def _at_threshold(
-    answers: Predictions, classes: list[Any], label: Any, threshold: float
-) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """Labels (m,), ``label`` where its probability reaches the threshold, else the best other one, and their shares."""
+def _answered(
+    classifier: SimpleCNAPSClassifier,
+    batches: ImageBatches,
+    groups: Sequence[Any] | None,
+    transductive: bool,
+    propose: bool,
+    problems: Mapping[Any, str],
+    every: bool,
+) -> Iterator[tuple[list[int], list[Any], Predictions, list[int | None]]]:
+    """Answers, with the indices and boxes of their images, and the new classes that are proposed for them.
+
+    They come by batch, or all at once where they may depend on others. Unless for ``every`` image, there are no more of
+    them after one that cannot be read: the others are only read.
+    """
+    indices, boxes, features, pictures = list[int](), list[Any](), list[Features](), list[Tensor]()
+    for batch in batches.decoded():
+        if problems and not every:
+            continue  # only to find the other images that cannot be read
+        if groups is None and not transductive and not propose:
+            yield [*batch.indices], [*batch.boxes], classifier.predict_all(batch), [None] * len(batch.indices)
+            continue
+        indices, boxes = [*indices, *batch.indices], [*boxes, *batch.boxes]
+        features.append(classifier.features(batch))
+        if propose:
+            pictures.append(small_pictures(torch.from_numpy(batch.pixels).permute(0, 3, 1, 2) / 127.5 - 1))
+    if features:
+        names, every_row = None if groups is None else [groups[index] for index in indices], Features.joined(features)
+        answers = classifier.predict_all(every_row, groups=names, transductive=transductive)
+        proposed: list[int | None] = [None] * len(indices)
+        if propose:
+            x = every_row.adapted
+            copies = equal_rows(x) if batches.is_narrow else same_pictures(torch.cat(pictures), x)
+            found = proposed_classes(classifier.fitted_head_, x, answers.unknown, copies, names)
+            proposed = (found + 1).tolist()
+        yield indices, boxes, answers, proposed
+
+
+def _labelled(
+    classifier: SimpleCNAPSClassifier,
+    answers: Predictions,
+    threshold: tuple[Any, float] | None,
+    surprise: float | None,
+    probabilities: bool,
+) -> Iterator[dict[str, Any]]:
+    """What each answer says: the fields of a :class:`LabelledFile` but for its path, box and group."""
+    classes, limit, labels = classifier.classes_.tolist(), classifier.threshold_, answers.labels.tolist()
+    shares = answers.probabilities
+    best = shares.argmax(axis=1) if threshold is None else _at_threshold(answers, classes, *threshold)
+    with np.errstate(divide="ignore"):
+        inside = None if surprise is None else surprises_within(np.log(shares), surprise)
+    ranked = (-shares).argsort(axis=1, kind="stable")
+    for row, k in enumerate(best.tolist()):
+        unknown = bool(answers.unknown[row])
+        graded = classes[k], float(answers.outlier_scores[row]), limit, float(answers.doubts[row])
+        yield {
+            "label": labels[row] if unknown else classes[k],
+            "probability": float(shares[row, k]),
+            "unknown": unknown,
+            "probabilities": dict(zip(classes, shares[row].tolist(), strict=True)) if probabilities else None,
+            "grade": None if limit is None else Grade(*graded),  # type: ignore[arg-type]
+            "candidates": None if inside is None else tuple(classes[j] for j in ranked[row] if inside[row, j]),
+        }
+
+
+def _new_name(number: int | None) -> str | None:
+    return NEW_CLASS.format(number) if number else None
+
+
+def _file(picture: Path | Region) -> Path:
+    return Path(picture.image) if isinstance(picture, Region) else picture
+
+
+def _note_in(
+    journal: Journal,
+    problems: Mapping[Picture, str],
+    in_journal: set[Picture],
+    answers: Iterable[tuple[Picture, LabelledFile]] = (),
+) -> None:
+    """Add answers to a journal, and those of the ``problems`` that are not ``in_journal``."""
+    unreadable = [
+        (picture, LabelledFile.unreadable(picture, problems[picture])) for picture in problems.keys() - in_journal
+    ]
+    journal.add((picture, answer.to_state()) for picture, answer in (*answers, *unreadable))
+    in_journal.update(problems)
+
+
+def with_unreadable(
+    pictures: Sequence[Picture], predictions: Iterable[LabelledFile], problems: Mapping[Picture, str]
+) -> list[LabelledFile]:
+    """What :func:`predict_files` returned as one list in the order of the pictures."""
+    answers = iter(predictions)
+    return [
+        LabelledFile.unreadable(picture, problems[picture]) if picture in problems else next(answers)
+        for picture in pictures
+    ]
+
+
+def _at_threshold(answers: Predictions, classes: list[Any], label: Any, threshold: float) -> NDArray[np.int64]:
+    """Indices of classes (m,): ``label`` where its probability reaches the threshold, else the best other one."""
     column = classes.index(label)
     ranked = answers.probabilities.copy()
     ranked[:, column] = np.where(ranked[:, column] >= threshold, np.inf, -np.inf)
-    chosen = np.where(answers.unknown, answers.probabilities.argmax(axis=1), ranked.argmax(axis=1))
-    labels = np.array(classes, answers.labels.dtype)[chosen]
-    probabilities = np.take_along_axis(answers.probabilities, chosen[:, None], axis=1)[:, 0]
-    return np.where(answers.unknown, answers.labels, labels), probabilities
+    return np.where(answers.unknown, answers.probabilities.argmax(axis=1), ranked.argmax(axis=1))
 
 
-def write_csv(
-    stream: TextIO,
-    predictions: Iterable[LabelledFile],
+class _Column(NamedTuple):
+    """A column of a table of answers; None where a cell is empty."""
+
+    name: str
+    kind: Literal["text", "label", "number", "share", "mark"]
+    values: list[Any]
+
+
+def _columns(
+    predictions: Sequence[LabelledFile],
     classes: Sequence[Any],
     top_k: int,
-    min_probability: float | None = None,
-) -> None:
-    """Write a table of answers, which says of each row whether somebody has checked it: nobody has.
+    min_probability: float | None,
+    errors: bool,
+) -> list[_Column]:
+    """A table of answers, which says of each row whether somebody has checked it: nobody has.
 
-    Its columns are path and label; those of :data:`~fewshot_mahalanobis.images.folders.ANSWER_COLUMNS`, "doubtful" only
-    with ``min_probability``; the probability of each of ``classes``; the ``top_k`` best labels with theirs.
+    Its columns are path and label; those of :data:`ANSWER_COLUMNS`, "doubtful" only with ``min_probability`` or
+    candidates; "candidates", "group" and "new_class"; those of :data:`GRADE_COLUMNS`, if the classifier rejects; the
+    probability of each of ``classes``; the ``top_k`` best labels with theirs; with ``errors`` what is wrong with
+    pictures that cannot be read.
 
     Where a prediction is of a region, its box stands between path and label, in the columns of a table of boxes. The
     column of a class is named after it. Where another column has that name, "probability of " stands before it.
     """
-    table = csv.writer(stream, lineterminator="\n")
-    best = [f"{name}_{place}" for place in range(1, top_k + 1) for name in ("label", "probability")]
-    predictions = [*predictions]
-    box = BOX_COLUMNS if any(prediction.box for prediction in predictions) else ()
-    own = [name for name in ANSWER_COLUMNS if name != "doubtful" or min_probability is not None]
-    taken = {"path", "label", *box, *ANSWER_COLUMNS, *best}
-    table.writerow(["path", *box, "label", *own, *_class_columns(classes, taken), *best])
-    for prediction in predictions:
-        answer: list[Any] = ["", prediction.label, "" if prediction.unknown else f"{prediction.probability:.6f}"]
-        if min_probability is not None:
-            answer.append("yes" if prediction.doubtful(min_probability) else "")
-        probabilities = [f"{(prediction.probabilities or {})[name]:.6f}" for name in classes]
-        top = [cell for label, share in prediction.top(top_k) for cell in (label, f"{share:.6f}")]
-        sides = prediction.box or [""] * len(box)
-        table.writerow([prediction.path, *sides, prediction.label, *answer, *probabilities, *top])
+
+    def answered(value: Callable[[LabelledFile], Any]) -> list[Any]:
+        return [value(each) if each.error is None else None for each in predictions]
+
+    columns = [_Column("path", "text", [os.fspath(each.path) for each in predictions])]
+    if any(each.box for each in predictions):
+        sides = zip(*(each.box or [None] * len(BOX_COLUMNS) for each in predictions), strict=True)
+        columns += [_Column(name, "number", [*values]) for name, values in zip(BOX_COLUMNS, sides, strict=True)]
+    columns += [
+        _Column("label", "label", answered(lambda each: each.label)),
+        _Column("checked", "text", [None] * len(predictions)),
+        _Column("predicted", "label", answered(lambda each: each.label)),
+        _Column("probability", "share", answered(lambda each: each.probability)),
+    ]
+    if any(each.doubtful(min_probability) is not None for each in predictions):
+        columns.append(_Column("doubtful", "mark", answered(lambda each: each.doubtful(min_probability))))
+    if any(each.candidates is not None for each in predictions):
+        joined = answered(lambda each: _BETWEEN.join(map(str, each.candidates or ())))
+        columns.append(_Column("candidates", "text", joined))
+    if any(each.group is not None for each in predictions):
+        columns.append(_Column("group", "label", answered(lambda each: each.group)))
+    if any(each.new_class is not None for each in predictions):
+        columns.append(_Column("new_class", "text", answered(lambda each: _new_name(each.new_class))))
+    if any(each.grade is not None for each in predictions):
+        columns.append(_Column(GRADE_COLUMNS[0], "label", answered(lambda each: each.grade and each.grade.best)))
+        for place, name in enumerate(GRADE_COLUMNS[1:], start=1):
+            values = [None if each.grade is None else each.grade[place] for each in predictions]
+            columns.append(_Column(name, "share", values))
+    best = list[_Column]()
+    ranked = [each.top(top_k) for each in predictions]
+    for place in range(top_k):
+        found = [top[place] if top else (None, None) for top in ranked]
+        best.append(_Column(f"label_{place + 1}", "label", [label for label, _ in found]))
+        best.append(_Column(f"probability_{place + 1}", "share", [share for _, share in found]))
+    if errors:
+        best.append(_Column("error", "text", [each.error for each in predictions]))
+    taken = {"path", "label", *ANSWER_COLUMNS, *(column.name for column in (*columns, *best))}
+    for label, name in zip(classes, _class_columns(classes, taken), strict=True):
+        shares = [each.probabilities[label] if each.probabilities else None for each in predictions]
+        columns.append(_Column(name, "share", shares))
+    return columns + best
+
+
+def to_csv(
+    predictions: Sequence[LabelledFile],
+    classes: Sequence[Any] = (),
+    top_k: int = 0,
+    min_probability: float | None = None,
+    errors: bool = False,
+) -> str:
+    """A table of answers as CSV.
+
+    Parameters
+    ----------
+    predictions : sequence of LabelledFile
+    classes : sequence
+        Those whose probabilities have a column.
+    top_k : int
+        So many of the most probable labels have columns.
+    min_probability : float, optional
+        Mark answers as doubtful that are less probable.
+    errors : bool
+        Add a column for what is wrong with pictures that cannot be read.
+    """
+    formats: dict[str, Callable[[Any], Any]] = {"share": "{:.6f}".format, "mark": lambda mark: "yes" if mark else ""}
+
+    def cells(column: _Column) -> list[Any]:
+        shown = formats.get(column.kind, lambda value: value)
+        return ["" if value is None else shown(value) for value in column.values]
+
+    columns = _columns(predictions, classes, top_k, min_probability, errors)
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(column.name for column in columns)
+    table.writerows(zip(*map(cells, columns), strict=True))
+    return text.getvalue()
+
+
+def write_parquet(
+    file: Path,
+    predictions: Sequence[LabelledFile],
+    classes: Sequence[Any] = (),
+    top_k: int = 0,
+    min_probability: float | None = None,
+    errors: bool = False,
+) -> None:
+    """Write the table of :func:`to_csv` as a Parquet file; an empty cell is null.
+
+    Paths, labels of text and errors are strings (:func:`as_text`), marks are Booleans, the rest are numbers.
+    ImportError if pyarrow is absent.
+    """
+    pa, parquet = import_parquet()
+    types = {"text": pa.string(), "number": pa.float64(), "share": pa.float64(), "mark": pa.bool_()}
+
+    def array(column: _Column) -> Any:
+        values = [as_text(value) for value in column.values]
+        of_labels = None if any(value is not None for value in values) else pa.string()
+        return pa.array(values, types.get(column.kind, of_labels))
+
+    columns = _columns(predictions, classes, top_k, min_probability, errors)
+    parquet.write_table(pa.table([*map(array, columns)], names=[as_text(column.name) for column in columns]), file)
+
+
+def import_parquet() -> tuple[Any, Any]:
+    """Import and return pyarrow and its module for Parquet; ImportError says what installs it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(f"{error}: {install_command('parquet')}") from error
+    return pyarrow, pyarrow.parquet
+
+
+def as_text(value: Any) -> Any:
+    r"""A value for Parquet: in a name that is no UTF-8, the bytes that are none become ``\xe9``."""
+    return os.fsencode(value).decode("utf-8", "backslashreplace") if isinstance(value, str) else value
 
 
 def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
@@ -249,15 +562,27 @@ def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
 def to_json(predictions: Iterable[LabelledFile], proba: bool, top_k: int, min_probability: float | None = None) -> str:
     """List of objects with "path" and "label", with "probabilities" if ``proba`` and "top" if ``top_k`` > 0.
 
-    Those of a region have its "box" too, and with ``min_probability`` each says whether it is "doubtful".
+    Those of a region have its "box" too; with ``min_probability`` or candidates each says whether it is "doubtful";
+    then follow "candidates", "group" and "new_class" if asked for, and "probability" and :data:`GRADE_COLUMNS` if the
+    classifier rejects. A picture that cannot be read has an "error", and null for a label.
     """
     rows = []
     for prediction in predictions:
         row: dict[str, Any] = {"path": str(prediction.path), "label": prediction.label}
         if prediction.box is not None:
             row["box"] = prediction.box
-        if min_probability is not None:
-            row["doubtful"] = prediction.doubtful(min_probability)
+        if prediction.error is not None:
+            row["error"] = prediction.error
+        elif (doubtful := prediction.doubtful(min_probability)) is not None:
+            row["doubtful"] = doubtful
+        if prediction.candidates is not None:
+            row["candidates"] = list(prediction.candidates)
+        if prediction.group is not None:
+            row["group"] = prediction.group
+        if prediction.new_class is not None:
+            row["new_class"] = _new_name(prediction.new_class)
+        if prediction.grade is not None:
+            row |= {"probability": prediction.probability, **dict(zip(GRADE_COLUMNS, prediction.grade, strict=True))}
         if proba:
             row["probabilities"] = prediction.probabilities
         if top_k:
@@ -305,7 +630,7 @@ def image_batches(
     paths: Sequence[Picture],
     size: int,
     problems: dict[Picture, str],
-    progress: str,
+    progress: str | None,
     batch_size: int,
 ) -> ImageBatches:
     """Batches of image files; files that cannot be read are left out and entered in ``problems``."""
@@ -320,7 +645,10 @@ def image_batches(
         batch_size=batch_size,
         on_error=record,
         value_range=classifier.value_range,
+        pages=classifier.pages,
+        bands=classifier.bands,
         progress=progress if sys.stderr.isatty() else None,
+        memory=remembered_in(classifier.memory),
     )
 
 

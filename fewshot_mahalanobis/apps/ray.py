@@ -32,12 +32,14 @@ from numpy.typing import NDArray
 
 from fewshot_mahalanobis.apps.cli_options import clear_errors
 from fewshot_mahalanobis.apps.exit_status import exit_after
+from fewshot_mahalanobis.apps.labelling import as_text
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.decode import DecodedBatch, decode_batches
 from fewshot_mahalanobis.images.folders import find_images, image_names
+from fewshot_mahalanobis.images.pages import reading_of
 from fewshot_mahalanobis.images.picture import read_square
-from fewshot_mahalanobis.images.ranges import checked_range
+from fewshot_mahalanobis.support_set.answers import GRADE_COLUMNS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,8 +94,9 @@ def label_collection(
     output : path or URI
         Folder of Parquet files, made if absent. Images that have a row in it are not read again. Only one run at a time
         may write to it. Columns: "path" (absolute; for a URI bucket and key), "label" (that of ``predict``),
-        "probability" (of the most probable class), and "error" (null, or why the image could not be read; label and
-        probability are null then).
+        "probability" (of the most probable class), "error" (null, or why the image could not be read; all others are
+        null then), and, null if the classifier rejects nothing, "class" (the most probable one), "outlier_score",
+        "outlier_threshold" (above it an image gets the unknown label) and "doubt" (from 0 to 1, to rank answers by).
     workers : int, optional
         Default: as many as the cluster has room for.
     cpus_per_worker : int
@@ -239,12 +242,15 @@ class _Worker:
             self.classifier = SimpleCNAPSClassifier.load(path, device=device).set_params(n_jobs=1, verbose=0)
         self.filesystem = filesystem
         self.threads = cpus
+        labels = pa.array([as_text(label) for label in self.classifier.classes_.tolist()]).type
         self.schema = pa.schema(
             [
                 ("path", pa.string()),
-                ("label", pa.array([_as_text(label) for label in self.classifier.classes_.tolist()]).type),
+                ("label", labels),
                 ("probability", pa.float64()),
                 ("error", pa.string()),
+                ("class", labels),
+                *((name, pa.float64()) for name in GRADE_COLUMNS[1:]),
             ]
         )
 
@@ -260,28 +266,34 @@ class _Worker:
         for chunk, images in zip(chunks, decoded, strict=True):
             answers = iter(self._answers([image for image in images if not isinstance(image, str)]))
             for path, image in zip(chunk, images, strict=True):
-                label, probability, error = (None, None, image) if isinstance(image, str) else (*next(answers), None)
-                row = {"path": path, "label": label, "probability": probability, "error": error}
-                rows.append({name: _as_text(value) for name, value in row.items()})
+                row = {"error": image} if isinstance(image, str) else next(answers)
+                rows.append({name: as_text(value) for name, value in {"path": path, **row}.items()})
         return pa.Table.from_pylist(rows, schema=self.schema)
 
     def _read(self, path: str) -> NDArray[np.uint8] | str:
         """One image as uint8 (size, size, 3), or why it cannot be read."""
-        size, value_range = self.classifier.model_.image_size, checked_range(self.classifier.value_range)
+        size, reading = self.classifier.model_.image_size, reading_of(self.classifier)
         try:
             if self.filesystem is None:
-                return read_square(path, size, value_range).pixels
+                return read_square(path, size, reading).pixels
             with self.filesystem.open_input_file(path) as file:
-                return read_square(file, size, value_range).pixels
+                return read_square(file, size, reading).pixels
         except (OSError, ValueError) as error:
             return str(error)
 
-    def _answers(self, images: list[NDArray[np.uint8]]) -> list[tuple[Any, float]]:
-        """Label of each image, and the probability of its most probable class."""
+    def _answers(self, images: list[NDArray[np.uint8]]) -> list[dict[str, Any]]:
+        """Label of each image, the probability of its most probable class, and how near that is to rejection."""
         if not images:
             return []
         answers = self.classifier.predict_all(DecodedBatch([*range(len(images))], np.stack(images)))
-        return list(zip(answers.labels.tolist(), answers.probabilities.max(axis=1).tolist(), strict=True))
+        columns = {"label": answers.labels, "probability": answers.probabilities.max(axis=1)}
+        if self.classifier.threshold_ is not None:
+            best = self.classifier.classes_[answers.probabilities.argmax(axis=1)]
+            limits = np.full(len(images), self.classifier.threshold_)
+            grades = best, answers.outlier_scores, limits, answers.doubts
+            columns |= dict(zip(GRADE_COLUMNS, grades, strict=True))
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _require_ray() -> None:
@@ -315,16 +327,11 @@ def _texts(paths: pa.Array) -> pa.Array:
     """What stands for each path in the results; ValueError if two different ones would look alike there."""
     import pyarrow as pa
 
-    texts = pa.array([_as_text(os.fsdecode(path)) for path in paths.to_pylist()], pa.string())
+    texts = pa.array([as_text(os.fsdecode(path)) for path in paths.to_pylist()], pa.string())
     if len(texts.unique()) < len(texts):
         twice = Counter(texts.to_pylist()).most_common(1)[0][0]
         raise ValueError(f"two files would be called {twice} in the results: rename the one that is not in UTF-8")
     return texts
-
-
-def _as_text(value: Any) -> Any:
-    r"""A value for Parquet: in a name that is no UTF-8, the bytes that are none become ``\xe9``."""
-    return os.fsencode(value).decode("utf-8", "backslashreplace") if isinstance(value, str) else value
 
 
 def _list_images(
@@ -369,8 +376,8 @@ def _storage(place: str | os.PathLike[str]) -> tuple[FileSystem, str]:
         filesystem, folder = FileSystem.from_uri(place)
         return filesystem, folder
     folder = str(Path(place).resolve())
-    if _as_text(folder) != folder:
-        raise ValueError(f"the name of the folder {_as_text(folder)} is not in UTF-8, which Arrow needs: rename it")
+    if as_text(folder) != folder:
+        raise ValueError(f"the name of the folder {as_text(folder)} is not in UTF-8, which Arrow needs: rename it")
     return LocalFileSystem(), folder
 
 

@@ -1,32 +1,39 @@
-"""What the app's page does: classes that grow by pictures, pictures to classify, and the classifier between them."""
+"""A round of labelling: pictures, the labels that a user gives them, and the classifier that learns from each."""
 
 from __future__ import annotations
 
 import copy
 import io
-import itertools
+import secrets
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from threading import RLock
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from fewshot_mahalanobis.apps.active_learning import most_useful_first
+from fewshot_mahalanobis.apps.active_learning import density, most_useful, typicality
 from fewshot_mahalanobis.apps.example import photographs
+from fewshot_mahalanobis.apps.label_table import LabelTable, Place, Row, has_a_name_in_tables, place_of, whole_path
+from fewshot_mahalanobis.apps.labelling import UnreadableImages, image_batches
+from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.images.decode import DecodedBatch, ImageBatches
-from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.decode import DecodedBatch
+from fewshot_mahalanobis.images.pages import Reading, reading_of
+from fewshot_mahalanobis.images.picture import read_size, read_within
+from fewshot_mahalanobis.images.region import Region
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.support_set.estimator import Predictions
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.labels import folded
+from fewshot_mahalanobis.support_set.labels import check_text, folded
 from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 
 __all__ = ["UNKNOWN", "Answer", "Neighbour", "Picture", "Session"]
@@ -35,26 +42,29 @@ __all__ = ["UNKNOWN", "Answer", "Neighbour", "Picture", "Session"]
 UNKNOWN = "unknown"
 #: Share of the pictures of known classes that are called that by mistake.
 _FALSE_REJECTION_RATE = 0.05
+#: Share of the labelled pictures that may be new if they are learned under the adaptation of before.
+_FEW = 0.25
+#: Pictures of each class with which a network that does not adapt begins.
+_FIRST = 2
 #: Support images that are shown beside an answer, nearest first.
 _NEIGHBOURS = 6
-#: Side of a thumbnail, in pixels.
-_THUMBNAIL = 112
+#: Longest side of a thumbnail and of a large picture, in pixels.
+_THUMBNAIL, _LARGE = 128, 1280
+#: Pictures that are kept at most.
+_MOST_PICTURES = 20_000
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Picture:
     """A picture as it was read once."""
 
-    pixels: NDArray[np.uint8]  # (s, s, 3), as the network reads it
-    features: Features | None  # one row, by a network that stays as it is; None if every fit adapts it anew
-    number: int = field(default_factory=itertools.count().__next__)  # by which the page names it
-
-    @cached_property
-    def thumbnail(self) -> bytes:
-        """A JPEG file."""
-        file = io.BytesIO()
-        Image.fromarray(self.pixels).resize((_THUMBNAIL, _THUMBNAIL)).save(file, "JPEG", quality=80)
-        return file.getvalue()
+    number: int  # by which it is known
+    name: str
+    source: Path | Region
+    thumbnail: bytes  # a JPEG file
+    place: Place | None  # in the table of labels; None if it is no picture of a folder
+    pixels: NDArray[np.uint8] | None  # (s, s, 3), as the network reads it; None if the network stays as it is
+    features: Features | None = None  # one row, under the adaptation of now
 
 
 class Neighbour(NamedTuple):
@@ -66,372 +76,754 @@ class Neighbour(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer for one picture."""
+    """The classifier's answer for one picture."""
 
-    label: str  # the most probable class, whether or not the picture is of one
-    unknown: bool  # always False where no class has two pictures: the threshold is found by leaving one out
-    probabilities: dict[str, float]
-    picture: Picture
-    features: NDArray[np.floating]  # (d,)
+    label: str  # the most probable class, or the label of pictures of no class
+    unknown: bool  # whether it is of no class
+    probabilities: dict[str, float]  # most probable first
+
+
+class _Base(NamedTuple):
+    """A classifier from which further labels go on under its adaptation, and the labels that it was fitted to."""
+
+    classifier: SimpleCNAPSClassifier
+    labels: dict[int, str]
+    settings: Mapping[str, Any] = {}
 
 
 class Session:
-    """Classes that grow by pictures, and the classifier of them, fitted anew after every change.
+    """Pictures that are labelled by a classifier and its user, from whom the classifier learns.
 
-    Every picture is read once. If the network stays as it is, it goes through the network once too, and a change costs
-    what the head does.
+    Every method leaves all as it was before if it raises an error. Any thread may call any method, one at a time
+    changes anything, and :meth:`classify` waits for none of them.
 
     Parameters
     ----------
     start : SimpleCNAPS or SimpleCNAPSClassifier
-        A pretrained model to fit, or a fitted classifier whose classes are there from the start and whose adaptation
-        stays (``partial_fit``).
+        A fitted classifier, whose classes are there from the start and whose adaptation stays (``partial_fit``); or a
+        pretrained model. It adapts to the labelled pictures, and anew when more than a quarter of them are new; until
+        then others are learned under the adaptation of before. With ``paths`` it stays as it is, so that each picture
+        goes through the network once.
+    paths : sequence of Path or Region
+        Pictures to be labelled, all of one kind. Those that cannot be read are left out. They teach where the classes
+        lie even without a label, if the head learns from unlabelled ones (page "Unlabelled pictures").
+    table : Path, optional
+        CSV file of the labels of ``paths``, with the columns path and label, and between them x, y, width and height
+        for regions, as ``fit`` reads it. It is written before a method returns. What it says about these pictures is
+        taken as given before. Others may write into it meanwhile, another session or a person in an editor: rows about
+        other pictures are kept, and what they say of these is learned with the next label.
     device : str
         Where a pretrained model runs.
 
     Attributes
     ----------
     classifier : SimpleCNAPSClassifier or None
-        None as long as there is nothing to tell apart: one class of one picture, or none.
-    images : list of Picture
-        The pictures that were added.
-    names : list of str
-        Their classes, or ``none``.
+        What it has learned. None as long as there is nothing to tell apart: one class of one picture, or none.
+    pictures : dict of int to Picture
+        By their numbers.
+    labels : dict of int to str
+        Those that the user has given, in the order of the answers.
     none : str
         The label of pictures that belong to no class. They teach what to reject.
-    drops : list of list of Picture
-        The pictures to classify, as they were given together.
-    answers : list of Answer
-        One for each of ``queries``; empty as long as there is no classifier.
-    marks : dict of Picture to str
-        What the user says that queries are, to be learned by :meth:`learn`.
-    curve : LearningCurve or None
-        Of the classifier; None as long as no class has two pictures.
+    problems : dict of Path or Region to str
+        Pictures of ``paths`` that were left out, and why.
+    version : int
+        Grows with every change.
+
+    Raises
+    ------
+    UnreadableImages
+        No picture of ``paths`` can be read.
+    ValueError
+        The table is not one that a session wrote, or has a label that cannot be learned.
     """
 
-    def __init__(self, start: SimpleCNAPS | SimpleCNAPSClassifier, device: str = "auto") -> None:
-        self.start = start
-        self.device = device
-        self.images: list[Picture] = []
-        self.names: list[str] = []
-        self.drops: list[list[Picture]] = []
-        self.answers: list[Answer] = []
-        self.marks: dict[Picture, str] = {}
-        self.classifier = start if isinstance(start, SimpleCNAPSClassifier) else None
-        self.curve = _curve(self.classifier)
-        unknown_label = None if self.classifier is None else self.classifier.unknown_label
-        self.none = UNKNOWN if unknown_label is None else str(unknown_label)
+    def __init__(
+        self,
+        start: SimpleCNAPS | SimpleCNAPSClassifier,
+        paths: Sequence[Path | Region] = (),
+        table: Path | None = None,
+        *,
+        device: str = "auto",
+    ) -> None:
+        kinds = {isinstance(path, Region) for path in paths}
+        if len(kinds) > 1:
+            raise ValueError("there are boxes and whole images: give either the ones or the others")
+        self._lock = RLock()
         self._folder = tempfile.TemporaryDirectory(prefix="fewshot-app-")
+        self._device = device
+        self.table = None if table is None else LabelTable(table, regions=True in kinds)
+        self.problems: dict[Path | Region, str] = {}
+        self.version = 0
+        self.pictures: dict[int, Picture] = {}
+        self._next_number = 0
+        self._begin(start, whole=not paths)
+        earlier = {} if self.table is None else self.table.read()
+        if paths:
+            distinct = [*{place_of(path): path for path in reversed(paths)}.values()][::-1]
+            named = [path for path in distinct if self._is_named(path)]
+            read = self._read([(path, str(path)) for path in named], self.problems, on_disk=True, progress="reading")
+            if not read:
+                raise UnreadableImages(f"none of the {len(paths)} images can be read", self.problems)
+            self.pictures = {picture.number: picture for picture in read}
+        self._by_place = {picture.place: number for number, picture in self.pictures.items()}
+        self._other_rows = {place: row for place, row in earlier.items() if place not in self._by_place}
+        try:
+            self._learn(self._labels_in(earlier))
+        except ValueError as error:
+            raise ValueError(f"{table}: {error}") from error
+
+    def _begin(self, start: SimpleCNAPS | SimpleCNAPSClassifier, *, whole: bool) -> None:
+        """Begin with a classifier, or with a model that adapts as a ``whole``, and without pictures."""
+        self._start: SimpleCNAPSClassifier | None = None
+        self._reader: SimpleCNAPSClassifier | None = None  # computes features, if the network stays as it is
+        self._base: _Base | None = None
+        self._memory: Any = None
+        if isinstance(start, SimpleCNAPSClassifier):
+            check_text(start.classes_.tolist())
+            # Its owner may fit it anew; and pictures that are sent are not remembered.
+            self._settings, self._memory = copy.copy(start).set_params(memory=None), start.memory
+            self._start = self._reader = self._settings
+        else:
+            self._settings = SimpleCNAPSClassifier(start, adapt=whole, device=self._device)
+            self._reader = None if whole else _of_noise(self._settings)
+        unknown = None if self._start is None else self._start.unknown_label
+        self.none = UNKNOWN if unknown is None else str(unknown)
+        self.run = secrets.token_hex(4)  # browsers keep thumbnails, but must not take them for those of another start
+        self.pictures = {}
+        self.labels: dict[int, str] = {}
+        self.classifier = self._start
+        self._rows: list[int | None] = []  # number of the picture of each row of the support set
+        self._answered: dict[int, int] = {}  # number of a picture -> row of the predictions
+        self._predictions: Predictions | None = None
+        self._by_labels: NDArray[np.floating] | None = None  # their probabilities, by the labelled pictures alone
+        self._changes: list[dict[int, str | None]] = []  # what each answer has replaced
+        self._passed: list[int] = []
+        self._densities: tuple[Any, dict[int, float]] = None, {}  # of pictures by their numbers, and what they hold for
+
+    # ---------------------------------------------------------------- looking
 
     @property
-    def image_size(self) -> int:
-        """Side of the square that images are resized to, in pixels."""
-        if isinstance(self.start, SimpleCNAPSClassifier):
-            return self.start.model_.image_size
-        return cast(SimpleCNAPS, self.start).image_size  # the type checker does not exclude what it cannot see through
-
-    @property
-    def queries(self) -> list[Picture]:
-        """The pictures to classify."""
-        return [picture for drop in self.drops for picture in drop]
-
-    @property
-    def can_learn_none(self) -> bool:
+    def learns_none(self) -> bool:
         """Whether pictures of no class teach anything: a model file without ``unknown_label`` rejects none."""
-        return not isinstance(self.start, SimpleCNAPSClassifier) or self.start.unknown_label is not None
+        return self._start is None or self._start.unknown_label is not None
 
-    def count_of_none(self) -> int:
-        """Pictures of no class, those of the classifier it started from included."""
-        started = isinstance(self.start, SimpleCNAPSClassifier)
-        of_file = cast(SimpleCNAPSClassifier, self.start).fitted_head_.negatives if started else None
-        return self.names.count(self.none) + (0 if of_file is None else len(of_file.adapted))
+    @property
+    def other_rows(self) -> int:
+        """Rows of the table about other pictures."""
+        return len(self._other_rows)
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether :meth:`undo` would change anything."""
+        return bool(self._changes)
 
     def counts(self) -> dict[str, int]:
-        """Support images of each class, those of the classifier it started from included."""
-        counts = Counter(name for name in self.names if name != self.none)
-        if isinstance(self.start, SimpleCNAPSClassifier):
-            shots = zip(self.start.classes_, self.start.class_counts_, strict=True)
-            counts += Counter({str(label): int(count) for label, count in shots})
-        return dict(sorted(counts.items()))
+        """Labelled pictures of each class, those of the classifier it started from included."""
+        counts = Counter(label for label in self.labels.values() if label != self.none)
+        return dict(sorted((counts + Counter(self._known())).items()))
 
-    # ---------------------------------------------------------------- teaching
+    def _known(self) -> dict[str, int]:
+        if self._start is None:
+            return {}
+        shots = zip(self._start.classes_.tolist(), self._start.class_counts_.tolist(), strict=True)
+        return {str(label): count for label, count in shots}
 
-    def add(self, name: str, files: Sequence[str]) -> dict[str, str]:
-        """Add image files to a class, a new one or a known one, or to the pictures of no class.
+    def answer(self, number: int) -> Answer | None:
+        """The classifier's answer for a picture, whatever its label; None as long as there is none."""
+        with self._lock:
+            row = self._answered.get(number)
+            if row is None or self._predictions is None or self.classifier is None:
+                return None
+            return _answers(self.classifier, self._predictions, self.none, [row])[0]
 
-        Parameters
-        ----------
-        name : str
-            ``none`` for pictures of no class.
-        files : sequence of paths
+    def state(self) -> dict[str, Any]:
+        """Everything that a page shows, for JSON."""
+        with self._lock:
+            known, none_known = self._known(), 0
+            if self._start is not None and (negatives := self._start.fitted_head_.negatives) is not None:
+                none_known = len(negatives.adapted)
+            names = [*self.counts()]
+            return {
+                "version": self.version,
+                "run": self.run,
+                "none": self.none,
+                "learns_none": self.learns_none,
+                "none_known": none_known,
+                "classes": [{"name": name, "known": known.get(name, 0)} for name in names],
+                "pictures": self._listed(names),
+                "learned": self.classifier is not None,
+                "sentences": self._sentences(names),
+                "undo": self.can_undo,
+                "next": self.next_picture(),
+                "table": None if self.table is None else str(self.table.path),
+            }
 
-        Returns
-        -------
-        dict of str to str
-            File name to reason, of files that cannot be read. They are left out.
+    def _listed(self, names: list[str]) -> list[list[Any]]:
+        """Number, name, label, the most probable classes and whether it is of none, of each picture."""
+        best: list[list[list[float]] | None] = []
+        if self._predictions is not None and self.classifier is not None:
+            places = [names.index(str(label)) for label in self.classifier.classes_.tolist()]
+            best = [
+                [[places[k], round(float(row[k]), 4)] for k in (-row).argsort(kind="stable")[:9]]
+                for row in self._predictions.probabilities
+            ]
+        listed = []
+        for number, picture in self.pictures.items():
+            row = self._answered.get(number)
+            unknown = row is not None and self._predictions is not None and bool(self._predictions.unknown[row])
+            listed.append([number, picture.name, self.labels.get(number), None if row is None else best[row], unknown])
+        return listed
+
+    def _sentences(self, names: list[str]) -> list[str]:
+        if self.classifier is None:
+            return ["Two classes with a picture each are enough to begin, or two pictures of one class."]
+        said = [f"It tells “{names[0]}” from everything else."] if len(names) == 1 else []
+        counts = self.classifier.class_counts_
+        if len(names) > 1 and counts.max() == 1:
+            said.append(
+                "Give each class a second picture: then it measures how well it does, and tells pictures of no class."
+            )
+        return said
+
+    def curve(self) -> dict[str, Any] | None:
+        """How well it does with fewer and more pictures, for JSON; None where that is not measured."""
+        classifier = self.classifier
+        curve: LearningCurve | None = None if classifier is None else classifier.summary().curve
+        if curve is None:
+            return None
+        return {
+            "counts": [*curve.counts.values()],
+            "measured": [*curve.measured.items()],
+            "usual": curve.usual_count,
+            "now": curve.expected()._asdict(),
+            "more": [curve.expected(more)._asdict() for more in range(1, curve.usual_count + 1)],
+            "advice": curve.advice,
+        }
+
+    def next_picture(self) -> int | None:
+        """The picture whose label would teach most; None if all have one. Those passed over come last."""
+        with self._lock:
+            without = [number for number in self.pictures if number not in self.labels]
+            fresh = [number for number in without if number not in set(self._passed)]
+            if not fresh:
+                return next((number for number in self._passed if number in without), None)
+            rows = [features for number in fresh if (features := self.pictures[number].features) is not None]
+            if len(rows) < len(fresh):
+                return fresh[0]
+            adapted = _numbers(Features.joined(rows))
+            known = [_numbers(self._own_features(number)) for number in self.labels if self._has_features(number)]
+            if self.classifier is not None:
+                known.append(_numbers(self.classifier.fitted_head_.support))
+            if not known:
+                return fresh[int(density(adapted).argmax())]
+            typical = typicality(adapted, self._density_of(fresh), np.concatenate(known))
+            if self._by_labels is None:
+                return fresh[int(typical.argmax())]
+            return fresh[most_useful(self._by_labels[[self._answered[number] for number in fresh]], typical)]
+
+    def _has_features(self, number: int) -> bool:
+        return self.pictures[number].features is not None
+
+    def _own_features(self, number: int) -> Features:
+        features = self.pictures[number].features
+        assert features is not None
+        return features
+
+    def _density_of(self, numbers: list[int]) -> NDArray[np.float32]:
+        """How many others are like each of some pictures, among all whose features are known."""
+        key = self.run, tuple(number for number in self.pictures if self._has_features(number)), id(self._base)
+        if self._densities[0] != key:
+            rows = Features.joined(self._own_features(number) for number in key[1])
+            self._densities = key, dict(zip(key[1], density(_numbers(rows)), strict=True))
+        return np.array([self._densities[1][number] for number in numbers], np.float32)
+
+    def neighbours(self, number: int) -> list[Neighbour]:
+        """Support images whose features are nearest to those of a picture, nearest first."""
+        with self._lock:
+            picture = self._picture(number)
+            if self.classifier is None or picture.features is None:
+                return []
+            fitted = self.classifier.fitted_head_
+            distances = np.linalg.norm(_numbers(fitted.support) - _numbers(picture.features), axis=1)
+            labels, found = fitted.support_labels, list[Neighbour]()
+            for index in distances.argsort(kind="stable")[:_NEIGHBOURS]:
+                own = self._rows[index]
+                known = None if own is None else self.pictures.get(own)
+                found.append(Neighbour(str(labels[index]), float(distances[index]), known))
+            return found
+
+    def large(self, number: int) -> bytes:
+        """A picture as a JPEG file for people to look at. ValueError if it can no longer be read."""
+        file = io.BytesIO()
+        read_within(self._picture(number).source, _LARGE, reading_of(self._settings)).save(file, "JPEG", quality=88)
+        return file.getvalue()
+
+    def thumbnail(self, number: int) -> bytes:
+        """A picture as a small JPEG file."""
+        return self._picture(number).thumbnail
+
+    def _picture(self, number: Any) -> Picture:
+        if type(number) is not int or number not in self.pictures:
+            raise ValueError(f"there is no picture {number!r}")
+        return self.pictures[number]
+
+    # ---------------------------------------------------------------- pictures
+
+    def classify(self, files: Sequence[tuple[Path, str]]) -> list[Answer]:
+        """Answer for image files, each with the name by which messages call it; they are not kept.
 
         Raises
         ------
         ValueError
-            The name or the files are missing, the name looks like that of another class, no file can be read, or
-            pictures of no class cannot be learned. Nothing is added.
+            There is no classifier yet, or a file cannot be read: all of these are named.
         """
-        name = self._checked(name)
-        if not files:
-            what = "no class" if name == self.none else f"“{name}”"
-            raise ValueError(f"Choose one or more pictures of {what} first.")
-        read, problems = self._read(files)
-        self._become(self.images + read, self.names + [name] * len(read))
-        return problems
+        with self._lock:
+            classifier, none, settings = self.classifier, self.none, self._settings
+        if classifier is None:
+            raise ValueError("There is no class yet: add examples first.")
+        problems: dict[Path | Region, str] = {}
+        paths, names = [path for path, _ in files], dict(files)
+        batches = image_batches(classifier, paths, _size(settings), problems, None, classifier.batch_size)
+        predictions = [classifier.predict_all(batch) for batch in batches.decoded()]
+        if problems:
+            listed = "; ".join(f"{names[Path(str(path))]}: {why}" for path, why in problems.items())
+            raise ValueError(f"Nothing was classified. {listed}")
+        return [
+            answer
+            for some in predictions
+            for answer in _answers(classifier, some, none, range(len(some.probabilities)))
+        ]
 
-    def remove(self, name: str) -> None:
-        """Remove the pictures that were added to a class; those of a model file stay."""
-        self._keep([other != name for other in self.names])
+    def add(self, files: Sequence[tuple[Path, str]], label: str | None = None) -> dict[str, str]:
+        """Take in image files, each with its name: as examples of a class or of ``none``, or to be asked about.
 
-    def remove_picture(self, index: int) -> None:
-        """Remove one of ``images``."""
-        self._keep([other != index for other in range(len(self.images))])
+        Parameters
+        ----------
+        files : sequence of (Path, str)
+            They are copied.
+        label : str, optional
+            Without one they are asked about.
 
-    def pictures(self) -> list[tuple[int, Picture, str]]:
-        """The pictures that were added, class by class: index in ``images``, picture, class."""
-        order = sorted(range(len(self.names)), key=self.names.__getitem__)
-        return [(index, self.images[index], self.names[index]) for index in order]
+        Returns
+        -------
+        dict of str to str
+            Name to reason, of files that cannot be read. They are left out.
+
+        Raises
+        ------
+        ValueError
+            There is no file, none can be read, there would be too many, or the label cannot be used.
+        """
+        with self._lock:
+            label = None if label is None else self._checked(label)
+            if not files:
+                raise ValueError("Choose one or more pictures first.")
+            if len(self.pictures) + len(files) > _MOST_PICTURES:
+                raise ValueError(f"There are {len(self.pictures):,} pictures already: no more than {_MOST_PICTURES:,}.")
+            kept = [(self._kept(path), name) for path, name in files]
+            problems: dict[Path | Region, str] = {}
+            added = self._read(kept, problems, on_disk=False)
+            names = dict(kept)
+            reasons = {names[Path(str(path))]: why for path, why in problems.items()}
+            if not added:
+                raise ValueError("Nothing was added. " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
+            self._become(added, dict.fromkeys([picture.number for picture in added], label) if label else {})
+            return reasons
 
     def add_example(self) -> None:
         """Add three classes, pieces of two photographs, and ask about seven more pieces."""
         example = photographs()
-        pictures = self._pictures(ImageBatches([*example.support, *example.queries, example.sky], self.image_size))
-        support, queries = pictures[: len(example.support)], pictures[len(example.support) :]
-        self.drops.append(queries)
-        self._become(self.images + support, self.names + example.labels)
+        folder = Path(self._folder.name)
+        with self._lock:
+            named = [*example.labels, *[None] * (len(example.queries) + 1)]
+            files = []
+            for index, piece in enumerate([*example.support, *example.queries, example.sky]):
+                path = folder / f"example-{secrets.token_hex(4)}.png"
+                piece.save(path)
+                files.append((path, f"{named[index] or 'piece'} {index + 1}"))
+            added = self._read(files, {}, on_disk=False)
+            numbers = [picture.number for picture in added]
+            self._become(added, {number: self._checked(label) for number, label in zip(numbers, named) if label})
 
-    def _checked(self, name: str) -> str:
-        name = checked_label(name, {**self.counts(), **dict.fromkeys(self.marks.values())}, self.none)
-        if name == self.none and not self.can_learn_none:
-            raise ValueError(
-                "This model file rejects nothing, so pictures of no class teach it nothing. To learn from them, make "
-                "the file with an unknown label: fit --unknown-label."
-            )
-        return name
+    def _become(self, added: list[Picture], labels: Mapping[int, str]) -> None:
+        """Take in pictures, some with labels."""
+        before = self.pictures
+        self.pictures = {**before, **{picture.number: picture for picture in added}}
+        try:
+            self._learn({**self.labels, **labels})
+        except BaseException:
+            self.pictures = before
+            raise
 
-    def _read(self, files: Sequence[str]) -> tuple[list[Picture], dict[str, str]]:
-        """Pictures, and what is wrong with files that are none; ValueError if all are."""
-        if not files:
-            return [], {}
-        files, errors = [*dict.fromkeys(files)], list[ImageError]()
-        if isinstance(self.start, SimpleCNAPSClassifier):
-            batches = self.start.image_batches(files, on_error=errors.append)
-        else:
-            batches = ImageBatches(files, self.image_size, on_error=errors.append)
-        pictures = self._pictures(batches)
-        problems = {Path(files[error.index]).name: error.reason for error in errors if error.index is not None}
-        if not pictures:
-            raise ValueError("Nothing was added. " + "; ".join(f"{name}: {why}" for name, why in problems.items()))
-        return pictures, problems
+    def remove(self, numbers: Sequence[int]) -> None:
+        """Forget pictures; those of the table lose their label instead."""
+        with self._lock:
+            gone = [self._picture(number).number for number in numbers]
+            on_disk = [number for number in gone if self.pictures[number].place is not None]
+            if unlabelled := [number for number in on_disk if number in self.labels]:
+                self.label(unlabelled, None)
+            own = {*gone} - {*on_disk}
+            if not own:
+                return
+            before = self.pictures
+            self.pictures = {number: picture for number, picture in before.items() if number not in own}
+            try:
+                self._learn({number: label for number, label in self.labels.items() if number not in own})
+            except BaseException:
+                self.pictures = before
+                raise
+            rest = [{number: was for number, was in change.items() if number not in own} for change in self._changes]
+            self._changes = [change for change in rest if change]
+            for number in own:
+                source = before[number].source
+                if isinstance(source, Path):
+                    source.unlink(missing_ok=True)
 
-    def _pictures(self, batches: ImageBatches) -> list[Picture]:
+    def open_model(self, path: Path) -> None:
+        """Go on from a file that ``save`` or a page wrote, in place of the classes and labelled pictures.
+
+        ValueError if it is no such file, or the session is about a folder.
+        """
+        with self._lock:
+            if self.table is not None:
+                raise ValueError("To label this folder with another model, start the command with that one.")
+            opened = SimpleCNAPSClassifier.load(path, device=self._device)
+            waiting = [picture for number, picture in self.pictures.items() if number not in self.labels]
+            before = self.__dict__.copy()
+            try:
+                self._begin(opened, whole=False)
+                files = [(Path(str(picture.source)), picture.name) for picture in waiting]
+                self.pictures = {picture.number: picture for picture in self._read(files, {}, on_disk=False)}
+                self._learn({})
+            except BaseException:
+                self.__dict__.update(before)
+                raise
+
+    def _kept(self, path: Path) -> Path:
+        """A copy of a file, for as long as the session lives."""
+        kept = Path(self._folder.name, secrets.token_hex(8) + path.suffix)
+        shutil.copyfile(path, kept)
+        return kept
+
+    def _is_named(self, path: Path | Region) -> bool:
+        if self.table is None or has_a_name_in_tables(path):
+            return True
+        self.problems[path] = "its name is not valid UTF-8, or ends with a space: rename it"
+        return False
+
+    def _read(
+        self,
+        files: Sequence[tuple[Path | Region, str]],
+        problems: dict[Path | Region, str],
+        *,
+        on_disk: bool,
+        progress: str | None = None,
+    ) -> list[Picture]:
         """Read pictures, and see them by a network that stays as it is."""
-        pictures: list[Picture] = []
+        settings, reader, paths = self._settings, self._reader, [path for path, _ in files]
+        if on_disk and self._memory is not None:
+            settings = reader = copy.copy(settings).set_params(memory=self._memory)
+        read = list[Picture]()
+        if not paths:
+            return read
+        size = _size(settings)
+        reading = reading_of(settings)
+        batches = image_batches(settings, paths, size, problems, progress, settings.batch_size)
         for batch in batches.decoded():
             rows: Iterable[Features | None] = [None] * len(batch.indices)
-            if isinstance(self.start, SimpleCNAPSClassifier):
-                rows = self.start.features(batch).rows()
-            pictures += [Picture(pixels, row) for pixels, row in zip(batch.pixels, rows, strict=True)]
-        return pictures
+            if reader is not None:
+                rows = reader.features(batch).rows()
+            boxes = batch.boxes or [None] * len(batch.indices)
+            for index, pixels, row, box in zip(batch.indices, batch.pixels, rows, boxes, strict=True):
+                path, name = files[index]
+                place = place_of(path, box) if on_disk else None
+                thumbnail = _thumbnail(pixels, path, reading)
+                kept = pixels if row is None else None
+                read.append(Picture(self._next_number, name, path, thumbnail, place, kept, row))
+                self._next_number += 1
+        return read
 
-    def _keep(self, kept: Sequence[bool]) -> None:
-        pairs = [pair for pair, keep in zip(zip(self.images, self.names, strict=True), kept, strict=True) if keep]
-        self._become([image for image, _ in pairs], [name for _, name in pairs])
+    # ---------------------------------------------------------------- labelling
 
-    def _become(self, images: list[Picture], names: list[str]) -> None:
-        """Fit to other pictures and answer the queries anew; after an error all is as before."""
-        classifier = self._fitted_to(images, names)
-        curve = _curve(classifier)
-        self.classifier, self.curve, self.images, self.names = classifier, curve, images, names
-        self._answer()
+    def label(self, numbers: Sequence[int], label: str | None, before: Mapping[int, str | None] | None = None) -> None:
+        """Label pictures, with a known class, a new one or ``none``, or take their labels back, and learn from it.
 
-    def _fitted_to(self, images: list[Picture], names: list[str]) -> SimpleCNAPSClassifier | None:
-        if isinstance(self.start, SimpleCNAPSClassifier):
-            if not images:
-                return self.start
-            return copy.copy(self.start).partial_fit(_seen(images), self._labels(names))
-        counts = Counter(name for name in names if name != self.none)
+        Parameters
+        ----------
+        numbers : sequence of int
+        label : str, optional
+            Without one the pictures are asked about again.
+        before : mapping of int to str or None, optional
+            The labels that the user saw. If one has another by now, this is an error.
+
+        Raises
+        ------
+        ValueError
+            The label cannot be used, or there is no picture; or somebody else has labelled one of them otherwise
+            meanwhile. What others wrote into the table is then learned in its place. OSError if the table cannot be
+            written. Nothing else is changed.
+        """
+        with self._lock:
+            if not numbers:
+                raise ValueError("Select one or more pictures first.")
+            for number in numbers:
+                self._picture(number)
+                if before is not None and self.labels.get(number) != before.get(number, self.labels.get(number)):
+                    raise ValueError(
+                        f"{self.pictures[number].name} has another label meanwhile, by somebody else: "
+                        f"{self.labels.get(number, 'none')}. Answer again if it is not right."
+                    )
+            label = None if label is None else self._checked(label)
+            changed = {number: self.labels.get(number) for number in numbers if self.labels.get(number) != label}
+            if changed:
+                self._change(dict.fromkeys(changed, label))
+                self._changes.append(changed)
+
+    def undo(self) -> list[int]:
+        """Take the last answer back; return its pictures, none if there is no answer left."""
+        with self._lock:
+            if not self._changes:
+                return []
+            self._change(self._changes[-1])
+            return [*self._changes.pop()]
+
+    def pass_over(self, number: int) -> None:
+        """Ask about a picture later."""
+        with self._lock:
+            self._picture(number)
+            self._passed = [other for other in self._passed if other != number] + [number]
+            self.version += 1
+
+    def _checked(self, label: str) -> str:
+        """A label without white space around it: a class, a new one or a known one, or ``none``."""
+        label = label.strip()
+        if not label:
+            raise ValueError("Give the class a name first.")
+        if folded(label) in (folded(self.none), UNKNOWN):
+            if not self.learns_none and self.table is None:
+                raise ValueError(
+                    "This model file rejects nothing, so pictures of no class teach it nothing. To learn from them, "
+                    "make the file with an unknown label: fit --unknown-label."
+                )
+            return self.none
+        known = {*self._known(), *self.labels.values()} - {self.none}
+        alike = [other for other in known if folded(other) == folded(label)]
+        if alike and label not in alike:
+            raise ValueError(f"There is a class “{alike[0]}”: write it like that, or choose another name.")
+        return label
+
+    def _labels_in(self, rows: Mapping[Place, Row]) -> dict[int, str]:
+        """Labels of pictures in rows of the table."""
+        here = {self._by_place[place]: row.label for place, row in rows.items() if place in self._by_place}
+        return {number: self._checked(label) for number, label in here.items()}
+
+    def _change(self, wanted: Mapping[int, str | None]) -> None:
+        """Give pictures other labels, or none, here and in the table; after an error all is as before.
+
+        What others have written into the table since is taken over. Where it is about the same pictures, it alone is,
+        with a ValueError.
+        """
+        before = self.labels, self._other_rows
+        differ: list[int] = []
+        with nullcontext() if self.table is None else self.table.alone():
+            theirs = dict(before[0])
+            if self.table is not None and self.table.path.exists():
+                rows = self.table.read()
+                own = {n: label for n, label in before[0].items() if self.pictures[n].place is None}
+                theirs = {**own, **self._labels_in(rows)}
+                self._other_rows = {place: row for place, row in rows.items() if place not in self._by_place}
+            differ = [n for n in wanted if theirs.get(n) not in (before[0].get(n), wanted[n])]
+            # In the order of the answers, those of others last.
+            labels = {**{n: theirs.get(n) for n in before[0]}, **theirs, **({} if differ else wanted)}
+            try:
+                self._learn({n: label for n, label in labels.items() if label is not None})
+                if self.table is not None and not differ:
+                    self.table.write(self._table_rows())
+            except BaseException:
+                self._other_rows = before[1]
+                self._learn(before[0])
+                raise
+        if differ:
+            where = "" if self.table is None else f" in {self.table.path}"
+            raise ValueError(
+                f"{self.pictures[differ[0]].name} has another label{where} meanwhile, by another program or by hand. "
+                "It is taken over: answer again if it is not right."
+            )
+
+    def _table_rows(self) -> dict[Place, Row]:
+        given = {
+            picture.place: Row(whole_path(picture.source), label)
+            for number, label in self.labels.items()
+            if (picture := self.pictures[number]).place is not None
+        }
+        return {**self._other_rows, **given}
+
+    def table_text(self) -> str:
+        """The table of labels as CSV, with whole paths. ValueError if there is none."""
+        with self._lock:
+            if self.table is None:
+                raise ValueError("There is no table of labels: it is for the pictures of a folder.")
+            return self.table.text(self._table_rows())
+
+    # ---------------------------------------------------------------- learning
+
+    def _learn(self, labels: dict[int, str]) -> None:
+        """Fit to labelled pictures, and answer for the others."""
+        base, kept = self._base, {number: picture.features for number, picture in self.pictures.items()}
+        try:
+            classifier, rows = self._fitted_to(labels)
+            self._answer(classifier, labels)
+        except BaseException:
+            self._base = base
+            for number, features in kept.items():
+                if number in self.pictures:
+                    self.pictures[number].features = features
+            raise
+        self.classifier, self._rows, self.labels = classifier, rows, labels
+        self.version += 1
+
+    def _answer(self, classifier: SimpleCNAPSClassifier | None, labels: Mapping[int, str]) -> None:
+        asked = [n for n, picture in self.pictures.items() if picture.place is not None or n not in labels]
+        if classifier is None or not asked:
+            self._answered, self._predictions, self._by_labels = {}, None, None
+            return
+        features = self._features(classifier, asked)
+        # All pictures of a folder teach where the classes lie. Which one to ask about is chosen by the probabilities
+        # without them, which gained more (benchmarks/results/which_next.md).
+        transductive = any(self.pictures[n].place is not None for n in asked)
+        transductive = transductive and classifier.fitted_head_.head.learns_unlabelled
+        predictions = classifier.predict_all(features, transductive=transductive)
+        by_labels = classifier.predict_proba(features) if transductive else predictions.probabilities
+        self._answered = {n: row for row, n in enumerate(asked)}
+        self._predictions, self._by_labels = predictions, by_labels
+
+    def _fitted_to(self, labels: Mapping[int, str]) -> tuple[SimpleCNAPSClassifier | None, list[int | None]]:
+        """A classifier that has learned these labels, and the pictures of the rows of its support set."""
+        if self._start is not None:
+            if not self.learns_none:
+                labels = {n: label for n, label in labels.items() if label != self.none}
+            before: list[int | None] = [None] * len(self._start.fitted_head_.labels)
+            return self._going_on(_Base(self._start, {}), labels, before)
+        counts = Counter(label for label in labels.values() if label != self.none)
         # The threshold is found on pictures that can be left out; n of them allow no rate below 1 / (n + 1).
         paired = sum(count for count in counts.values() if count > 1)
         if paired:
             rate = max(_FALSE_REJECTION_RATE, 1 / (paired + 1))
-            classifier = SimpleCNAPSClassifier(
-                self.start, device=self.device, unknown_label=self.none, false_rejection_rate=rate
-            )
-            with suppress(ValueError):  # all of them are copies: nothing can be left out, so nothing is rejected
-                return classifier.fit(_seen(images), names)
-        if len(counts) < 2:
+            try:
+                return self._fitted_anew(labels, {"unknown_label": self.none, "false_rejection_rate": rate})
+            except _NothingLeftOut:
+                pass  # all of them are copies, so nothing is rejected
+        of_classes = {n: label for n, label in labels.items() if label != self.none}
+        return self._fitted_anew(of_classes, {}) if len(counts) > 1 else (None, [])
+
+    def _fitted_anew(
+        self, labels: Mapping[int, str], settings: Mapping[str, Any]
+    ) -> tuple[SimpleCNAPSClassifier, list[int | None]]:
+        """Go on from the base if few labels are new, else from a new one."""
+        base = self._base
+        if base is not None:
+            new = len(labels) - len(base.labels)
+            holds = all(labels.get(n) == label for n, label in base.labels.items())
+            same = base.settings == settings if new == 0 else bool(base.settings) == bool(settings)
+            if not (holds and same and (self._reader is not None or new <= _FEW * len(labels))):
+                base = None
+        if base is None:
+            base = self._new_base(labels, settings)
+            if self._reader is None:
+                for picture in self.pictures.values():
+                    picture.features = None
+            self._base = base
+        base = base._replace(classifier=copy.copy(base.classifier).set_params(**settings))
+        return self._going_on(base, labels, [n for n, label in base.labels.items() if label != self.none])
+
+    def _new_base(self, labels: Mapping[int, str], settings: Mapping[str, Any]) -> _Base:
+        """A network that adapts is fitted to all, one that does not to a few, as the others are learned the same."""
+        chosen = dict(labels)
+        if self._reader is not None:
+            seen = Counter[str]()
+            chosen = {}
+            for number, label in labels.items():
+                seen[label] += 1
+                if seen[label] <= _FIRST and label != self.none:
+                    chosen[number] = label
+        some = [self.pictures[n] for n in chosen]
+        images = [picture.source for picture in some] if self._reader is not None else _decoded(some)
+        classifier = copy.copy(self._settings).set_params(**settings)
+        try:
+            classifier.fit(images, [*chosen.values()], groups=self._groups(chosen))
+        except ValueError as error:
+            if settings:
+                raise _NothingLeftOut from error
+            raise
+        return _Base(classifier, chosen, settings)
+
+    def _going_on(
+        self, base: _Base, labels: Mapping[int, str], rows: list[int | None]
+    ) -> tuple[SimpleCNAPSClassifier, list[int | None]]:
+        """Learn those labels that a base has not, under its adaptation."""
+        new = {n: label for n, label in labels.items() if n not in base.labels}
+        if not new:
+            return base.classifier, rows
+        names = labels_like(base.classifier.classes_, [label for label in new.values() if label != self.none])
+        given = iter(names)
+        y = [base.classifier.unknown_label if label == self.none else next(given) for label in new.values()]
+        features = self._features(base.classifier, [*new])
+        classifier = copy.copy(base.classifier).partial_fit(features, y, groups=self._groups(new))
+        return classifier, [*rows, *(n for n, label in new.items() if label != self.none)]
+
+    def _groups(self, numbers: Iterable[int]) -> list[str] | None:
+        """The regions of one photograph are left out together, as in ``fit``."""
+        if self.table is None or len(self.table.columns) == 2:
             return None
-        of_classes = [index for index, name in enumerate(names) if name != self.none]
-        classifier = SimpleCNAPSClassifier(self.start, device=self.device)
-        return classifier.fit(_seen([images[i] for i in of_classes]), [names[i] for i in of_classes])
+        places = [self.pictures[n].place for n in numbers]
+        return [str(n) if place is None else place[0] for n, place in zip(numbers, places, strict=True)]
 
-    def _labels(self, names: Sequence[str]) -> list[Any]:
-        """Names as labels of the model file."""
-        start = cast(SimpleCNAPSClassifier, self.start)
-        labels = iter(labels_like(start.classes_, [name for name in names if name != self.none]))
-        return [start.unknown_label if name == self.none else next(labels) for name in names]
-
-    # ---------------------------------------------------------------- asking
-
-    def ask(self, files: Sequence[str]) -> dict[str, str]:
-        """Classify image files: they become ``queries``, with ``answers`` as soon as there is a classifier.
-
-        Returns
-        -------
-        dict of str to str
-            File name to reason, of files that cannot be read. They are left out.
-
-        Raises
-        ------
-        ValueError
-            No file can be read.
-        """
-        read, problems = self._read(files)
-        self.drops.append(read)
-        self._answer()
-        return problems
-
-    def forget_queries(self) -> None:
-        """Remove all queries."""
-        self.drops, self.answers, self.marks = [], [], {}
-
-    def _answer(self) -> None:
-        """Answer all queries by the classifier as it is now."""
-        self.answers = []
-        queries = self.queries
-        if self.classifier is None or not queries:
-            return
-        predictions = self.classifier.predict_all(_seen(queries))
-        names = [str(label) for label in self.classifier.classes_]
-        rows = predictions.probabilities, predictions.unknown, queries, predictions.features
-        self.answers = [
-            Answer(names[int(row.argmax())], bool(unknown), dict(zip(names, row.tolist(), strict=True)), *rest)
-            for row, unknown, *rest in zip(*rows, strict=True)
-        ]
-
-    def neighbours(self, answer: Answer) -> list[Neighbour]:
-        """Support images whose features are nearest to those of a query, nearest first."""
-        assert self.classifier is not None
-        fitted = self.classifier.fitted_head_
-        distances = np.linalg.norm(fitted.support.adapted.cpu().numpy() - answer.features, axis=1)
-        own = [picture for picture, name in zip(self.images, self.names, strict=True) if name != self.none]
-        labels, of_file = fitted.support_labels, [None] * (len(distances) - len(own))  # which come first
-        pictures: list[Picture | None] = [*of_file, *own]
-        nearest = distances.argsort(kind="stable")[:_NEIGHBOURS]
-        return [Neighbour(str(labels[i]), float(distances[i]), pictures[i]) for i in nearest]
-
-    # ---------------------------------------------------------------- correcting
-
-    def ranked(self) -> list[Answer]:
-        """The answers, those of the last drop first; of each drop those first whose label would teach most."""
-        if self.classifier is None:
-            return []
-        known = self.classifier.fitted_head_.support.adapted.cpu().numpy()
-        answers, ranked = iter(self.answers), list[list[Answer]]()
-        for drop in filter(None, self.drops):
-            of_drop = [next(answers) for _ in drop]
-            probabilities = np.array([[*answer.probabilities.values()] for answer in of_drop])
-            order = most_useful_first(probabilities, np.stack([answer.features for answer in of_drop]), known)
-            ranked.append([of_drop[index] for index in order])
-        return [answer for of_drop in reversed(ranked) for answer in of_drop]
-
-    def mark(self, number: int, name: str | None) -> None:
-        """Say what a query is, a new class or a known one or ``none``; or with None, say nothing of it any more.
-
-        Raises
-        ------
-        ValueError
-            There is no such query, or the name is missing, looks like that of another class or cannot be learned.
-        """
-        picture = next((query for query in self.queries if query.number == number), None)
-        if picture is None:
-            raise ValueError("This picture is not asked about any more.")
-        earlier = self.marks.pop(picture, None)
-        if name is None:
-            return
-        try:
-            self.marks[picture] = self._checked(name)
-        except ValueError:
-            if earlier is not None:
-                self.marks[picture] = earlier
-            raise
-
-    def learn(self) -> None:
-        """Add the marked queries to their classes, in one fit; they are no queries any more.
-
-        Raises
-        ------
-        ValueError
-            No query is marked, or a name cannot be learned. Nothing is changed.
-        """
-        if not self.marks:
-            raise ValueError("Press what some of the pictures are first.")
-        drops, marks = self.drops, self.marks
-        self.drops = [[picture for picture in drop if picture not in marks] for drop in drops]
-        try:
-            self._become([*self.images, *marks], [*self.names, *marks.values()])
-        except BaseException:
-            self.drops = drops
-            raise
-        self.marks = {}
+    def _features(self, classifier: SimpleCNAPSClassifier, numbers: Sequence[int]) -> Features:
+        """Features of pictures, which are computed where they are not known."""
+        missing = [self.pictures[n] for n in numbers if self.pictures[n].features is None]
+        if missing:
+            for picture, row in zip(missing, classifier.features(_decoded(missing)).rows(), strict=True):
+                picture.features = row
+        rows = [self._own_features(n) for n in numbers]
+        if classifier.unknown_label is None:  # which compares with no features of the network as pretrained
+            rows = [Features(row.adapted) for row in rows]
+        return Features.joined(rows)
 
     # ---------------------------------------------------------------- keeping
 
-    def save(self) -> Path | None:
-        """Write the classifier to a file of this session; None as long as there is none."""
-        if self.classifier is None:
-            return None
-        path = Path(self._folder.name, "classifier.safetensors")
-        self.classifier.save(path)
-        return path
+    def save(self, path: Path) -> None:
+        """Write the classifier to a file. ValueError as long as there is none."""
+        classifier = self.classifier
+        if classifier is None:
+            raise ValueError("Teach a class first.")
+        classifier.save(path)
 
-    def export_page(self) -> Path:
-        """Write the web page that answers in its visitor's browser to a zip file of this session.
+    def export_page(self, path: Path) -> None:
+        """Write the web page that answers in its visitor's browser to a zip file.
 
         Raises
         ------
         ValueError
             There is no classifier yet, or none that can be exported; ImportError if the extra ``onnx`` is absent.
         """
-        if self.classifier is None:
+        classifier = self.classifier
+        if classifier is None:
             raise ValueError("Teach a class first.")
-        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
-            self.classifier.export_page(Path(folder, "page"))
-            return Path(shutil.make_archive(str(Path(self._folder.name, "page")), "zip", folder, "page"))
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder, atomic_replace(path) as temporary:
+            classifier.export_page(Path(folder, "page"))
+            shutil.copyfile(shutil.make_archive(str(Path(folder, "page")), "zip", folder, "page"), temporary)
 
 
-def _curve(classifier: SimpleCNAPSClassifier | None) -> LearningCurve | None:
-    return None if classifier is None else classifier.summary().curve
+class _NothingLeftOut(Exception):
+    """No threshold can be found: the pictures of each class are copies."""
 
 
-def checked_label(label: str, known: Iterable[str], none: str) -> str:
-    """A label that the user gave, without white space around it: a class, a new one or a known one, or ``none``.
-
-    ValueError if it is empty or looks like another class.
-    """
-    label = label.strip()
-    if not label:
-        raise ValueError("Give the class a name first.")
-    if folded(label) in (folded(none), UNKNOWN):
-        return none
-    alike = [other for other in known if folded(other) == folded(label)]
-    if alike and label not in alike:
-        raise ValueError(f"There is a class “{alike[0]}”: write it like that, or choose another name.")
-    return label
-
-
-def _seen(pictures: Sequence[Picture]) -> Features | DecodedBatch:
-    """What a classifier takes of pictures: their features, or their squares where the network is adapted anew."""
-    rows = [picture.features for picture in pictures if picture.features is not None]
-    if rows:
-        return Features.joined(rows)
-    return DecodedBatch([*range(len(pictures))], np.stack([picture.pixels for picture in pictures]))
+def _size(settings: SimpleCNAPSClassifier) -> int:
+    """Side of the square that images are resized to, in pixels."""
+    model = settings.model_ if hasattr(settings, "model_") else settings.checkpoint
+    assert isinstance(model, SimpleCNAPS)
+    return model.image_size
 
 
 def labels_like(classes: NDArray[Any], names: Sequence[str]) -> list[Any]:
@@ -443,3 +835,39 @@ def labels_like(classes: NDArray[Any], names: Sequence[str]) -> list[Any]:
         return [known[name] if name in known else int(name) for name in names]
     except ValueError as error:
         raise ValueError("The classes of this model are numbers: name new ones by whole numbers.") from error
+
+
+def _of_noise(settings: SimpleCNAPSClassifier) -> SimpleCNAPSClassifier:
+    """A classifier whose network computes the features of any picture, as it does not adapt."""
+    noise = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    return copy.copy(settings).fit(noise, ["a", "b"])
+
+
+def _answers(
+    classifier: SimpleCNAPSClassifier, predictions: Predictions, none: str, rows: Iterable[int]
+) -> list[Answer]:
+    names = [str(label) for label in classifier.classes_.tolist()]
+    found = []
+    for row in rows:
+        shares, unknown = predictions.probabilities[row], bool(predictions.unknown[row])
+        ordered = {names[k]: float(shares[k]) for k in (-shares).argsort(kind="stable")}
+        found.append(Answer(none if unknown else next(iter(ordered)), unknown, ordered))
+    return found
+
+
+def _numbers(features: Features) -> NDArray[np.floating]:
+    return np.asarray(features.adapted.cpu().to(torch.float32).numpy())
+
+
+def _decoded(pictures: Sequence[Picture]) -> DecodedBatch:
+    squares = [picture.pixels for picture in pictures if picture.pixels is not None]
+    return DecodedBatch([*range(len(squares))], np.stack(squares))
+
+
+def _thumbnail(square: NDArray[np.uint8], path: Path | Region, reading: Reading) -> bytes:
+    """A JPEG file of a picture as the network reads it, with the aspect of its file or region."""
+    sides = np.array(read_size(path, reading))
+    width, height = np.maximum(1, np.round(_THUMBNAIL * sides / sides.max()).astype(int))
+    file = io.BytesIO()
+    Image.fromarray(square).resize((width, height)).save(file, "JPEG", quality=80)
+    return file.getvalue()

@@ -8,7 +8,7 @@ import numpy as np
 
 from fewshot_mahalanobis.apps.session import UNKNOWN
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.export.web_page.teaching import write_teaching_page
+from fewshot_mahalanobis.export.web_page.teaching_page import write_teaching_page
 from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
@@ -44,8 +44,8 @@ def export_teaching_page(
     Raises
     ------
     ValueError
-        As :meth:`SimpleCNAPSClassifier.export_page`; a fitted classifier has another head than ``"auto"``, or
-        labels that are not text; or the checkpoint is auto-regressive.
+        As :meth:`SimpleCNAPSClassifier.export_page`; a fitted classifier has another head than ``"auto"``, has learned
+        from unlabelled images, or has labels that are not text; or the checkpoint is auto-regressive.
     ImportError
         The packages of the extra ``onnx`` are absent.
     """
@@ -53,6 +53,8 @@ def export_teaching_page(
         fitted = checkpoint.fitted_head_
         if not isinstance(fitted.settled, AutoHead):
             raise ValueError(f'the page has the head "auto" alone, not {fitted.settled.name!r}: fit with head="auto"')
+        if fitted.pool is not None:
+            raise ValueError("the page cannot go on from what unlabelled images taught: fit without unlabelled=")
         if fitted.classes.dtype.kind not in "UO":
             raise ValueError(f"the classes of the page have names, not numbers such as {fitted.classes.tolist()[0]!r}")
         classifier = checkpoint
@@ -63,7 +65,7 @@ def export_teaching_page(
 
 
 def _of_noise(checkpoint: str | os.PathLike[str] | SimpleCNAPS) -> SimpleCNAPSClassifier:
-    """A classifier whose file has everything that one of real pictures has."""
+    """A classifier whose file has the same entries as one fitted to real pictures."""
     noise = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
     classifier = SimpleCNAPSClassifier(
         checkpoint, head="auto", device="cpu", unknown_label=UNKNOWN, false_rejection_rate=0.5

@@ -106,8 +106,8 @@ def model_card(
     """Markdown that describes a fitted classifier; ``strips`` are picture files of classes, by their index."""
     parameters, config = state.parameters, state.model.config
     backbone = config.get("backbone", {"network": "FiLM ResNet18 of Simple CNAPS"})
-    of_timm = backbone.get("origin")
-    network = of_timm or backbone.get("network")
+    timm_name = backbone.get("origin")
+    network = timm_name or backbone.get("network")
     head, unknown = parameters["head"], state.fitted_head.unknown_label
     settings: dict[str, Any] = {
         "network": network or "its author's own",
@@ -115,7 +115,7 @@ def model_card(
         "adapted to the support images": "no" if state.film is None else "yes",
         "head": head if isinstance(head, str) else repr(head),
         "image size": f"{config['image_size']} x {config['image_size']}",
-        "temperature": f"{state.fitted_head.temperature:.3g}",
+        "temperature": f"{state.fitted_head.temperature_of_all:.3g}",
         "priors": _listed_priors(state.fitted_head),
         "label of unknown images": "none"
         if unknown is None
@@ -132,7 +132,7 @@ def model_card(
         repo_id=repo_id,
         classes=len(summary.counts),
         images=sum(summary.counts.values()),
-        install=install_command("backbones" if of_timm else "hub"),
+        install=install_command("backbones" if timm_name else "hub"),
         argument="" if network else ", backbone=network",
         own="" if network else "`network` is the module whose weights are in the file; its code is not.\n\n",
         table=_table(("class", "support images", *(["some of them"] if strips else [])), rows),
@@ -142,9 +142,9 @@ def model_card(
 
 
 def _listed_priors(fitted: FittedHead) -> str:
-    if fitted.priors is None:
+    if fitted.shares is None:
         return "equal"
-    return ", ".join(f"{label} {share:.3g}" for label, share in zip(fitted.classes, fitted.priors, strict=True))
+    return ", ".join(f"{label} {share:.3g}" for label, share in zip(fitted.classes, fitted.shares, strict=True))
 
 
 def public_checkpoint(checkpoint: Any) -> str | None:
@@ -178,7 +178,8 @@ def _accuracy(summary: SupportSummary, adapted: bool) -> str:
 def _write_strips(folder: Path, state: ClassifierState, X: Any, y: ArrayLike) -> dict[int, str]:
     """Write the first images of each class side by side as one JPEG, without what their files say of them."""
     parameters, classes = state.parameters, state.fitted_head.classes
-    images = ImageBatches(X, SIDE, n_jobs=parameters["n_jobs"], value_range=parameters["value_range"])
+    settings = {name: parameters[name] for name in ("n_jobs", "value_range", "pages", "bands")}
+    images = ImageBatches(X, SIDE, **settings)
     labels = checked_labels(y, images.n_images)
     indices = {label: index for index, label in enumerate(state.fitted_head.output_labels.tolist())}
     if unknown := [label for label in labels.tolist() if label not in indices]:
@@ -190,9 +191,9 @@ def _write_strips(folder: Path, state: ClassifierState, X: Any, y: ArrayLike) ->
             index = indices[next(remaining)]
             if index == len(classes):  # of no class
                 continue
-            of_class = chosen.setdefault(index, [])
-            if len(of_class) < MAX_THUMBNAILS:
-                of_class.append(pixels)
+            pictures = chosen.setdefault(index, [])
+            if len(pictures) < MAX_THUMBNAILS:
+                pictures.append(pixels)
     (folder / "thumbnails").mkdir()
     strips = {}
     for index, pictures in sorted(chosen.items()):

@@ -1,6 +1,6 @@
 """A fitted classifier, of images or of features <-> one safetensors file.
 
-The file has these tensors, that of a ``MahalanobisClassifier`` only the ``support_`` and ``negative_`` ones:
+The file has these tensors, that of a ``MahalanobisClassifier`` none of a network:
 
 =======================  =====================================================================================
 ``model.<name>``         Weights of the pretrained model, named as in its ``state_dict``
@@ -9,13 +9,17 @@ The file has these tensors, that of a ``MahalanobisClassifier`` only the ``suppo
 ``unadapted_features``   Features without adaptation, if the outlier score compares them
 ``support_labels``       Their classes, int64 (n,), as indices into the sorted labels
 ``support_groups``       Groups that are left out together, int64 (n,), if there are any
+``groups_with_twins``    The same with near twins, for settings and calibration, if there are any
 ``negative_features``    Features of examples of no class (m, d), if there are any
 ``unadapted_negatives``  The same without adaptation, with ``unadapted_features``
+``unlabelled_features``  Features of unlabelled examples (m, d), if ``fit`` learned from any
+``memberships``          The classes that they belong to, float32 (m, k)
+``calibration_scores``   Outlier scores that ``calibrate`` set the threshold from, float64 (c,), if it did
 =======================  =====================================================================================
 
 Weights and FiLM parameters are float16 where that is lossless. The metadata has ``format`` and, as JSON in
 ``classifier``, a :class:`Header` or :class:`FeatureHeader`: the constructor's arguments, and what
-:meth:`FittedHead.kept` returns beside tensors.
+:meth:`FittedHead.to_state` returns beside tensors.
 
 To change the format after 0.1.0, raise ``VERSION`` and read the earlier one too.
 
@@ -26,9 +30,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +49,12 @@ from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
 from fewshot_mahalanobis.checkpoints.restore import fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.heads import Head, describe_head, make_head
-from fewshot_mahalanobis.images.ranges import checked_range
+from fewshot_mahalanobis.images.pages import checked_reading
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.support_set.calibration import check_settings
-from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead, Values, expected_tensors
 from fewshot_mahalanobis.support_set.labels import checked_labels
 
 #: What may be in a file, by the name of its class, and the version of both.
@@ -96,7 +98,7 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
 class _HeadParameters(_Record):
     """Constructor arguments of both classifiers; a head object by its description.
 
-    ``priors`` are not among them: those in force are in ``Fitted``.
+    ``priors`` are not among them: those that ``fit`` was given are in ``Fitted``.
     """
 
     head: str | dict[str, Any]
@@ -115,6 +117,8 @@ class Parameters(_HeadParameters):
     verbose: int
     value_range: tuple[float, float] | None
     image_size: int | None
+    pages: str | int | tuple[int, ...] | None = None  # files of earlier versions have neither
+    bands: int | tuple[int, ...] | None = None
 
 
 class FeatureParameters(_HeadParameters):
@@ -133,21 +137,14 @@ class Labels(_Record):
     allowed: list[Any] | None = None
 
 
-class Fitted(_Record):
-    """What :meth:`FittedHead.kept` returns beside tensors and labels.
+class Fitted(Values, kw_only=True, forbid_unknown_fields=True):
+    """What :meth:`FittedHead.to_state` returns beside tensors and labels.
 
     A name as ``head`` stands for the head that the model has or makes. ``settled`` is None if it is ``head`` itself.
-    ``group_names`` is None if the user named no group.
     """
 
     head: str | dict[str, Any]
     settled: dict[str, Any] | None
-    temperature: float
-    priors: list[float] | None
-    unknown_label: str | int | float | None
-    threshold: float | None
-    units: dict[str, tuple[float, float]] | None
-    group_names: list[str | int | float | None] | None
 
 
 class _Header(_Record):
@@ -157,6 +154,7 @@ class _Header(_Record):
     digest: str
     labels: Labels
     fitted: Fitted
+    parameters: Any
 
 
 class Header(_Header):
@@ -197,13 +195,15 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
     tensors = {f"model.{name}": tensor for name, tensor in stored_weights(state.model).items()}
     tensors |= {} if state.film is None else state.film.tensors()
     tensors = {name: _smallest_lossless(tensor.detach().cpu()) for name, tensor in tensors.items()}
-    tensors |= _support_tensors(state.fitted_head)
-    parameters, head = state.parameters, state.fitted_head.head
+    kept, own_head = state.fitted_head.to_state(), state.fitted_head.head is state.model.head
+    tensors |= kept["tensors"]
+    parameters = state.parameters
+    reading = checked_reading(parameters["value_range"], parameters["pages"], parameters["bands"])
     header = Header(
         version=VERSION,
         digest=_digest(tensors),
         labels=_labels(state.fitted_head, state.allowed),
-        fitted=_fitted(state.fitted_head, state.model.config["head"] if head is state.model.head else None),
+        fitted=_fitted(kept, state.model.config["head"] if own_head else None),
         model=state.model.config,
         checkpoint=None if isinstance(parameters["checkpoint"], SimpleCNAPS) else os.fspath(parameters["checkpoint"]),
         parameters=Parameters(
@@ -213,8 +213,10 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
             batch_size=int(parameters["batch_size"]),
             n_jobs=None if parameters["n_jobs"] is None else int(parameters["n_jobs"]),
             verbose=int(parameters["verbose"]),
-            value_range=checked_range(parameters["value_range"]),
+            value_range=reading.value_range,
             image_size=None if parameters["image_size"] is None else int(parameters["image_size"]),
+            pages=reading.pages,
+            bands=reading.bands[0] if reading.bands and len(reading.bands) == 1 else reading.bands,
         ),
         precision=state.precision,
     )
@@ -242,13 +244,14 @@ def write_feature_classifier(
         Every label that may occur, sorted, if ``partial_fit`` was told.
     path : path
     """
-    tensors = _support_tensors(fitted_head)
+    kept = fitted_head.to_state()
+    tensors = kept["tensors"]
     scale, task_covariance = parameters["scale"], parameters["task_covariance"]
     header = FeatureHeader(
         version=VERSION,
         digest=_digest(tensors),
         labels=_labels(fitted_head, allowed),
-        fitted=_fitted(fitted_head),
+        fitted=_fitted(kept),
         columns=columns,
         parameters=FeatureParameters(
             **_head_parameters(parameters),
@@ -260,35 +263,18 @@ def write_feature_classifier(
     _write(path, OF_FEATURES, header, tensors)
 
 
-def _support_tensors(fitted_head: FittedHead) -> dict[str, Tensor]:
-    kept = fitted_head.kept()
-    support: Features = kept["support"]
-    tensors = {"support_features": support.adapted, "support_labels": kept["labels"]}
-    if support.unadapted is not None:
-        tensors["unadapted_features"] = support.unadapted
-    if kept["groups"] is not None:
-        tensors["support_groups"] = kept["groups"]
-    if kept["negatives"] is not None:
-        tensors["negative_features"] = kept["negatives"].adapted
-        if kept["negatives"].unadapted is not None:
-            tensors["unadapted_negatives"] = kept["negatives"].unadapted
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
 def _labels(fitted_head: FittedHead, allowed: NDArray[Any] | None) -> Labels:
     classes = fitted_head.classes
     return Labels(classes.dtype.str, classes.tolist(), None if allowed is None else allowed.tolist())
 
 
-def _fitted(fitted_head: FittedHead, name: str | None = None) -> Fitted:
+def _fitted(state: Mapping[str, Any], name: str | None = None) -> Fitted:
     """What was fitted, beside tensors; ``name`` is that of the head if it is the model's own."""
-    kept, head, settled = fitted_head.kept(), fitted_head.head, fitted_head.settled
+    settled = state["settled"]
     return Fitted(
-        head=describe_head(head) if name is None else name,
-        settled=None if settled is head else describe_head(settled),
-        priors=None if fitted_head.priors is None else fitted_head.priors.tolist(),
-        group_names=None if set(kept["group_names"]) == {None} else kept["group_names"],
-        **{name: kept[name] for name in ("temperature", "unknown_label", "threshold", "units")},
+        head=describe_head(state["head"]) if name is None else name,
+        settled=None if settled is None else describe_head(settled),
+        **msgspec.structs.asdict(state["values"]),
     )
 
 
@@ -372,18 +358,18 @@ def read_classifier(
     model = model_without_weights(header.model, str(path), backbone)
     with _named(path):
         with torch.device("meta"):  # expected tensors take no memory
-            n = (shapes.get("support_labels") or [0])[0]
-            features = torch.empty(n, model.feature_extractor.out_features, dtype=torch.float32)
             adapted = any(name.startswith("film.") for name in shapes)
             expected = {f"model.{name}": tensor for name, tensor in stored_weights(model).items()}
             expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
-            expected |= _expected_support(features, shapes, ("unadapted_features", "unadapted_negatives"))
+            width, classes = model.feature_extractor.out_features, len(header.labels.classes)
+            expected |= expected_tensors(shapes, width, classes, torch.float32, images=True)
         tensors = _read_tensors(path, header, expected)
         weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
         model = fill(model, weights).to(target)
         check_precision(header.parameters.precision)
         check_precision(header.precision)
-        checked_range(header.parameters.value_range)
+        read = header.parameters
+        checked_reading(read.value_range, read.pages, read.bands)
         head = make_head(header.fitted.head, model.config, model.head)
         fitted_head = _fitted_head(header, tensors, head, target)
         parameters = _parameters(header.parameters, fitted_head)
@@ -399,12 +385,13 @@ def read_feature_classifier(
     path = Path(path)
     header, shapes = _header_and_shapes(path, OF_FEATURES, FeatureHeader)
     with _named(path):
-        shape = (shapes.get("support_labels") or [0])[0], (shapes.get("support_features") or [0])[-1]
-        features = torch.empty(shape, dtype=torch.float64, device="meta")
-        tensors = _read_tensors(path, header, _expected_support(features, shapes))
-        tensors["support_features"] = tensors["support_features"].double()  # a shorter type fits too
-        if header.columns is not None and len(header.columns) != shape[1]:
-            raise ValueError(f"{len(header.columns)} names of {shape[1]} features")
+        width, classes = (shapes.get("support_features") or [0])[-1], len(header.labels.classes)
+        expected = expected_tensors(shapes, width, classes, torch.float64, images=False)
+        tensors = _read_tensors(path, header, expected)
+        for name in {"support_features", "unlabelled_features"} & tensors.keys():
+            tensors[name] = tensors[name].double()  # a shorter type fits too
+        if header.columns is not None and len(header.columns) != width:
+            raise ValueError(f"{len(header.columns)} names of {width} features")
         fitted_head = _fitted_head(header, tensors, make_head(header.fitted.head), torch.device("cpu"))
         return _parameters(header.parameters, fitted_head), header.columns, fitted_head, _allowed(header.labels)
 
@@ -433,21 +420,6 @@ def _header_and_shapes(path: Path, kind: str, header_type: type[_AnyHeader]) -> 
         other = f": {written}.load reads it" if written in (OF_IMAGES, OF_FEATURES) else ""
         raise ValueError(f"{path} is a safetensors file, but not one that {kind}.save wrote{other}")
     return _read_header(path, metadata.get("classifier", ""), header_type), shapes
-
-
-def _expected_support(
-    features: Tensor, shapes: Mapping[str, Sequence[int]], unadapted: tuple[str, ...] = ()
-) -> dict[str, Tensor]:
-    """The tensors of a support set, without memory, of such features (n, d), among those that are stored.
-
-    ``unadapted`` are the names of features without adaptation, which only images have.
-    """
-    labels = torch.empty(len(features), dtype=torch.int64, device="meta")
-    of_no_class = features.new_empty((shapes.get("negative_features") or [1])[0], features.shape[1])
-    optional = {"support_groups": labels, "negative_features": of_no_class}
-    optional |= dict(zip(unadapted, (features, of_no_class), strict=False))
-    expected = {"support_features": features, "support_labels": labels}
-    return expected | {name: tensor for name, tensor in optional.items() if name in shapes}
 
 
 def _read_tensors(path: Path, header: _Header, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -486,55 +458,15 @@ def _parameters(record: _HeadParameters, fitted_head: FittedHead) -> dict[str, A
 
 
 def _fitted_head(header: _Header, tensors: Mapping[str, Tensor], head: Head[Any], target: torch.device) -> FittedHead:
-    fitted = header.fitted
-    labels, classes = tensors["support_labels"], _classes(header.labels)
-    if labels.numel() == 0 or int(labels.min()) < 0 or int(labels.max()) + 1 != len(classes):
-        raise ValueError(f"{len(classes)} labels for the classes of {labels.numel()} support images")
-    if not (fitted.temperature > 0 and math.isfinite(fitted.temperature)):
-        raise ValueError(f"a temperature of {fitted.temperature}")
-    if (fitted.threshold is None) != (fitted.unknown_label is None) or (fitted.units and fitted.threshold is None):
-        raise ValueError(f"a threshold of {fitted.threshold} with unknown_label={fitted.unknown_label!r}")
+    fitted, classes = header.fitted, _classes(header.labels)
+    if fitted.false_rejection_rate is None:  # of an earlier version, by which nothing was in force that was set later
+        fitted.false_rejection_rate = header.parameters.false_rejection_rate
     unknown = fitted.unknown_label  # NumPy pads every string to the longest
     if isinstance(unknown, str) and 4 * len(unknown) * (len(classes) + 1) > MAX_LABEL_BYTES:
         raise ValueError(f"an unknown_label of {len(unknown)} characters")
-    group_names = [None] * len(labels) if fitted.group_names is None else fitted.group_names
-    groups = tensors.get("support_groups")
-    if len(group_names) != len(labels):
-        raise ValueError(f"{len(group_names)} names of groups of {len(labels)} support images")
-    head = head.to(target)
-    support = Features(tensors["support_features"], tensors.get("unadapted_features")).to(target)
-    if fitted.settled is None:
-        settled = head.settled(support.adapted, labels.to(target), None if groups is None else groups.to(target))
-    else:
-        settled = make_head(fitted.settled).to(target)
-    return FittedHead.from_kept(
-        {
-            "head": head,
-            "settled": settled,
-            "support": support,
-            "labels": labels.to(target),
-            "classes": classes,
-            "temperature": fitted.temperature,
-            "priors": None if fitted.priors is None else np.array(fitted.priors),
-            "unknown_label": fitted.unknown_label,
-            "threshold": fitted.threshold,
-            "units": fitted.units,
-            "groups": None if groups is None else groups.to(target),
-            "group_names": group_names,
-            "negatives": _negatives(tensors, target),
-        }
-    )
-
-
-def _negatives(tensors: Mapping[str, Tensor], target: torch.device) -> Features | None:
-    unadapted = {"unadapted_features", "unadapted_negatives"} & tensors.keys()
-    if "negative_features" not in tensors:
-        if "unadapted_negatives" in unadapted:
-            raise ValueError("examples of no class without their adapted features")
-        return None
-    if len(tensors["negative_features"]) == 0 or len(unadapted) == 1:
-        raise ValueError("examples of no class without the features that those of classes have")
-    return Features(tensors["negative_features"], tensors.get("unadapted_negatives")).to(target)
+    settled = None if fitted.settled is None else make_head(fitted.settled)
+    state = {"head": head, "settled": settled, "classes": classes, "values": fitted, "tensors": tensors}
+    return FittedHead.from_state(state, target)
 
 
 def _classes(labels: Labels) -> NDArray[Any]:

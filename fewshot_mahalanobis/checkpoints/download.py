@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from pathlib import Path
 
 from tqdm import tqdm
@@ -73,7 +74,7 @@ def _stream(url: str, temporary: Path, destination: Path) -> str:
     with (
         temporary.open("wb") as file,
         # disable=None: a bar on a terminal, silence in logs.
-        tqdm(desc=destination.name, unit="B", unit_scale=True, disable=None) as bar,
+        tqdm(desc=destination.name, unit="B", unit_scale=True, disable=sys.stderr is None or None) as bar,
     ):
         while True:
             attempts, before = attempts + 1, file.tell()

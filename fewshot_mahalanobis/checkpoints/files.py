@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+#: What file systems say that lack an operation: mounted buckets, shares, a file that is mounted by itself.
+_LACKING = {
+    *(errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM),
+    *(errno.EXDEV, errno.EBUSY, errno.ENOLCK),
+}
 
 
 @contextmanager
@@ -17,7 +24,7 @@ def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> 
     """Write a file or folder under a temporary name, then rename it to ``path``.
 
     Readers, and a process killed at any moment, see the old contents or the new ones. Two writers do not disturb each
-    other: the last one wins.
+    other: the last one wins. Where the file system cannot rename over a file, its contents are copied over it instead.
 
     Parameters
     ----------
@@ -25,8 +32,8 @@ def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> 
         In an existing folder. Links are followed: what they lead to is written, and they stay. A folder can only take
         the place of an empty one.
     mode : int, optional
-        Permissions of the file. By default it has those of the file that it replaces, with its owner and group where
-        the user may give files away; a new file has 0666 without the bits of the umask.
+        Permissions of the file. By default it has those of the file that it replaces; a new file has 0666 without the
+        bits of the umask. A file system without permissions keeps its own.
 
     Yields
     ------
@@ -44,14 +51,32 @@ def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> 
     with _temporary_folder(path, target) as folder:
         temporary = folder / path.name
         temporary.touch(0o666)  # reads the umask; asking for it would change it in other threads
-        new_mode = stat.S_IMODE(temporary.stat().st_mode)
+        if mode is None:
+            mode = stat.S_IMODE((target if target.is_file() else temporary).stat().st_mode)
         temporary.unlink()
         yield temporary
         if not temporary.is_dir():
             if target.is_dir():
                 raise IsADirectoryError(f"cannot write {path}: it is a folder. Name a file in it")
-            _set_permissions(temporary, target, new_mode if mode is None else mode, keep=mode is None)
-        os.replace(temporary, target)
+            with suppress(OSError):
+                temporary.chmod(mode)
+        _rename(temporary, target)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path`` during a block, which runs without it where the file system has no locks."""
+    from filelock import FileLock
+
+    with ExitStack() as held:
+        try:
+            held.enter_context(FileLock(path))
+        except NotImplementedError:  # of filelock before 3.21, for ENOSYS
+            pass
+        except OSError as error:
+            if error.errno not in _LACKING:
+                raise
+        yield
 
 
 def check_writable(path: Path) -> None:
@@ -129,17 +154,17 @@ def _temporary_folder(path: Path, target: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _set_permissions(file: Path, target: Path, mode: int, *, keep: bool) -> None:
-    """Give a file a mode or, with ``keep``, mode and owner of the file that it replaces."""
-    if keep and target.exists():
-        old = target.stat()
-        mode = stat.S_IMODE(old.st_mode)
-        if hasattr(os, "chown"):  # not on Windows
-            for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
-                with suppress(PermissionError):
-                    os.chown(file, owner, group)
-    if stat.S_IMODE(file.stat().st_mode) != mode:  # a file system without modes refuses any change
-        file.chmod(mode)
+def _rename(temporary: Path, target: Path) -> None:
+    """Rename a file or folder, over an old file if there is one; copy it where that cannot be done."""
+    try:
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno not in _LACKING:
+            raise
+        if temporary.is_dir():
+            shutil.copytree(temporary, target, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(temporary, target)
 
 
 def _prefix(path: Path) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
-from fewshot_mahalanobis.checkpoints.interrupts import held_signals
 from fewshot_mahalanobis.checkpoints.restore import checked_settings, fill, model_without_weights, stored_weights
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
@@ -155,11 +153,7 @@ def write_folder(
     config = json.dumps({"format_version": FORMAT_VERSION, **settings}, indent=2, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (
-            held_signals(signal.SIGINT),
-            atomic_replace(folder / CONFIG) as new_config,
-            atomic_replace(folder / WEIGHTS) as new_weights,
-        ):
+        with atomic_replace(folder / CONFIG) as new_config, atomic_replace(folder / WEIGHTS) as new_weights:
             save_file(tensors, new_weights, metadata={"format": "pt"})
             new_config.write_text(config, encoding="utf-8")
             if card is not None:

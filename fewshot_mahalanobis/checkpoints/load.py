@@ -135,10 +135,4 @@ def _load_timm(record: CheckpointRecord) -> SimpleCNAPS:
     try:
         return SimpleCNAPS.from_backbone(str(record.timm), image_size=record.image_size, head="auto")
     except ValueError as error:
-        import huggingface_hub
-
-        raise DownloadError(
-            f"the checkpoint {record.name!r} cannot be fetched from {record.url}: {error}. For a machine without a "
-            f"connection, copy the folder 'models--timm--{record.timm}' from the cache of another machine to "
-            f"{huggingface_hub.constants.HF_HUB_CACHE} (HF_HUB_CACHE names another folder)"
-        ) from error
+        raise DownloadError(f"the checkpoint {record.name!r} cannot be fetched from {record.url}: {error}") from error

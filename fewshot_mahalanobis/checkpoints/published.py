@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from fewshot_mahalanobis.checkpoints.catalogue import CheckpointRecord
 from fewshot_mahalanobis.checkpoints.download import LOCAL_COPIES_VARIABLE, blob_id, download
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
-from fewshot_mahalanobis.checkpoints.files import atomic_replace, remove_leftovers
+from fewshot_mahalanobis.checkpoints.files import atomic_replace, locked, remove_leftovers
 from fewshot_mahalanobis.checkpoints.folder import read_checkpoint, save_checkpoint
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.efficientnet import LITE_B0, EfficientNet
@@ -136,7 +135,7 @@ def _converted(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def _converted_lite(state_dict: Mapping[str, Any], image_size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Arguments of the :class:`SimpleCNAPS` for LITE's weights, its backbone among them, and the weights."""
     network = {key: value for key, value in state_dict.items() if key.startswith(_NETWORK)}
-    backbone = EfficientNet.of_weights(network, LITE_B0, image_size, positions=None)
+    backbone = EfficientNet.from_weights(network, LITE_B0, image_size, positions=None)
     weights: dict[str, Tensor] = {_NETWORK + name: tensor for name, tensor in backbone.state_dict().items()}
     for key, value in state_dict.items():
         if match := _ENCODER.fullmatch(key):
@@ -183,7 +182,7 @@ def load_published(record: CheckpointRecord) -> SimpleCNAPS:
     if not folder.is_dir():
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache / f"{record.name}.lock"):
+            with locked(cache / f"{record.name}.lock"):
                 if not folder.is_dir():  # another process may have made it while this one waited
                     _convert(record, folder)
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.networks.devices import device_of
+from fewshot_mahalanobis.networks.efficientnet import EfficientNet, EfficientNetLayers
 from fewshot_mahalanobis.networks.extractor import FrozenNetwork
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.folding import fold_network
@@ -23,7 +25,8 @@ from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator,
 from fewshot_mahalanobis.networks.norms import trace_norms
 from fewshot_mahalanobis.networks.pooling import Poolings
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
-from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS, for_set_encoder
+from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.networks.template import FLOAT32, Graph, add_network, film_layers, has_template
 
 
 class FilmedNetwork(nn.Module):
@@ -92,7 +95,7 @@ class SupportGraph(nn.Module):
         super().__init__()
         self.network = FilmedNetwork(model)
         extractor = model.feature_extractor
-        reading = for_set_encoder(extractor)
+        reading = extractor.for_set_encoder
         self.width, self.width_read = extractor.out_features, reading.out_features
         if isinstance(reading, FrozenNetwork) and reading is not extractor:
             network = self.network.network  # once for both: they are statistics of the same maps
@@ -106,6 +109,54 @@ class SupportGraph(nn.Module):
             small = F.interpolate(images, (self.side, self.side), mode="bilinear", antialias=True)
         pooled = self.network.pooled(images, film)  # if both read the same, both are all of it
         return self.network.projected(pooled[:, : self.width]), small, pooled[:, -self.width_read :]
+
+
+def support_graph(model: SimpleCNAPS, *, adapts: bool) -> Graph | None:
+    """:class:`SupportGraph` of a network that has a template, else None; with ``adapts`` it takes FiLM parameters."""
+    extractor, side = model.feature_extractor, model.image_size
+    folded = extractor.for_inference()
+    if model.projection is not None or not has_template(folded):
+        return None
+    graph = Graph()
+    images = graph.input("images", FLOAT32, [1, 3, side, side])
+    positions = extractor.film_positions
+    film = None
+    if adapts:
+        vector = graph.input("film", FLOAT32, [2 * sum(positions.values())])
+        layers = film_layers(extractor, folded)
+        film = {layers[position]: pair for position, pair in _film_pairs(graph, vector, positions).items()}
+    reading, poolings = extractor.for_set_encoder, None
+    width, width_read = extractor.out_features, reading.out_features
+    if isinstance(extractor, EfficientNet) and isinstance(reading, EfficientNet) and reading is not extractor:
+        poolings = [cast(EfficientNetLayers, one.network).pooling for one in (extractor, reading)]
+    features = add_network(graph, folded, images, (side, side), film, poolings)
+    small, encoder_side = images, model.image_size if model.set_encoder is None else model.config.get("encoder_size")
+    if encoder_side is not None and encoder_side != side:
+        # Each row of a resized image is a weighted sum of its rows, and so is a column. ONNX's own "Resize" has others.
+        rows = F.interpolate(torch.eye(side)[None, None], (encoder_side, side), mode="bilinear", antialias=True)[0, 0]
+        weights, transposed = (graph.constant(matrix.numpy()) for matrix in (rows, rows.T))
+        small = graph.node("MatMul", graph.node("MatMul", weights, images), transposed)
+    else:
+        encoder_side = side
+    read = features
+    if poolings is not None:
+        features, read = (
+            graph.cut(features, *columns, axis=1) for columns in ((0, width), (width, width + width_read))
+        )
+    graph.output("features", features, FLOAT32, [1, width])
+    graph.output("small", small, FLOAT32, [1, 3, encoder_side, encoder_side])
+    graph.output("read", read, FLOAT32, [1, width_read])
+    return graph
+
+
+def _film_pairs(graph: Graph, vector: str, positions: Mapping[str, int]) -> dict[str, tuple[str, str]]:
+    """Positions -> names of gamma and beta, parts of a vector as :func:`film_vector` makes it."""
+    pairs, first = {}, 0
+    for position, width in positions.items():
+        gamma, beta = (graph.cut(vector, start, start + width, axis=0) for start in (first, first + width))
+        pairs[position] = gamma, beta
+        first += 2 * width
+    return pairs
 
 
 class FilmParameters(nn.Module):

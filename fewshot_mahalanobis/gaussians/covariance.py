@@ -234,9 +234,12 @@ class ClassGaussians:
         return ClassGaussians((features - self._centre) @ basis, labels, self.settings)
 
     def support_basis(self) -> tuple[Tensor, Tensor]:
-        """Task mean c (d,), and an orthonormal basis (d, r) of the span of the support features less c."""
-        x = self._support[0] - self._centre
-        return self._centre, torch.linalg.qr(x.T).Q
+        """Task mean c (d,), and an orthonormal basis (d, r) of the span of all examples less c; r <= d."""
+        return self._centre, torch.linalg.qr(self._points().T).Q
+
+    def _points(self) -> Tensor:
+        """All examples less the task mean."""
+        return self._support[0] - self._centre
 
     def _estimates(self) -> tuple[list[ClassBatch], SharedCovariance]:
         features, labels = self._support

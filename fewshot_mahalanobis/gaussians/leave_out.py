@@ -162,8 +162,8 @@ class MeansWithout(NamedTuple):
         remaining = counts[classes] - sizes
         without = (counts[classes, None] * means[classes] - sums) / remaining.clamp(min=1)[:, None]
         # The parts are sorted by group: each example takes those of its group, one after the other.
-        _, group, of_group = part_groups.unique_consecutive(return_inverse=True, return_counts=True)
-        numbers, first = of_group[group[index]], (of_group.cumsum(0) - of_group)[group[index]]
+        _, group, group_sizes = part_groups.unique_consecutive(return_inverse=True, return_counts=True)
+        numbers, first = group_sizes[group[index]], (group_sizes.cumsum(0) - group_sizes)[group[index]]
         rows = alone.repeat_interleave(numbers)
         pairs = torch.arange(len(rows), device=rows.device) - (numbers.cumsum(0) - numbers - first)[rows]
         return cls(rows, classes[pairs], without[pairs], remaining[pairs] > 0)
@@ -228,7 +228,7 @@ class DistancesWithout:
             x = x - centre
             self.batches = class_batches(x, labels, counts, centre, settings)
             self.parts = [
-                _Without(removal, x, labels, counts, centre, settings)
+                _DowndatedDistances(removal, x, labels, counts, centre, settings)
                 for removal in removals(labels, counts, joined_groups(groups))
             ]
         self.features, self.classes = features, len(counts)
@@ -259,11 +259,11 @@ class _OwnClasses:
     row: Tensor  # (P,)
     column: Tensor  # (P,)
     groups: Tensor  # (k', w)
-    of_class: Tensor | None  # (k', w, g), 1.0 for members of the class, else 0.0; None where Sigma_k does not change
+    in_class: Tensor | None  # (k', w, g), 1.0 for members of the class, else 0.0; None where Sigma_k does not change
     inverse_weights: Tensor  # (k', w, r, r)
 
 
-class _Without:
+class _DowndatedDistances:
     """Distances to the Gaussians without each of G groups.
 
     S without a group is ``shared`` less ``shared.scale`` V^T A V, V the ``vectors`` of its members.
@@ -330,13 +330,13 @@ class _Without:
         weight = self.settings.class_weight(float(remaining))
         roots = roots_of_scatter(members, remaining - 1) if weight else members[:, :0]
         batch = ClassBatch(classes, members.mean(dim=1), roots, weight)
-        of_class = (self.removal.labels[groups] == classes[:, None, None]).to(members)
-        size = of_class.shape[2]
+        in_class = (self.removal.labels[groups] == classes[:, None, None]).to(members)
+        size = in_class.shape[2]
         inverse_weights = members.new_zeros(*groups.shape, 2 * size, 2 * size)
         identity = torch.eye(size, dtype=members.dtype, device=members.device)
-        inverse_weights[..., :size, :size] = identity - of_class[..., None] * of_class[..., None, :] / shots
+        inverse_weights[..., :size, :size] = identity - in_class[..., None] * in_class[..., None, :] / shots
         inverse_weights[..., size:, size:] = self.inverse_weights[groups]
-        return _OwnClasses(batch, remaining, row, column, groups, of_class, inverse_weights)
+        return _OwnClasses(batch, remaining, row, column, groups, in_class, inverse_weights)
 
     def to_other_classes(self, batch: ClassBatch, beta: float) -> Tensor:
         """Distances (G g, k') of the members to a batch of classes of which the groups hold no example."""
@@ -360,8 +360,8 @@ class _Without:
             metric = own.batch.metric(self.shared, beta)
             x, vectors = self._coordinates(metric, self.removal.rows[own.groups])
             delta, u = x - metric.mean_coordinates()[:, None], math.sqrt(self._removed(own.batch)) * vectors
-            if own.of_class is not None:
-                v = own.of_class[..., None] * delta
+            if own.in_class is not None:
+                v = own.in_class[..., None] * delta
                 delta = delta + v.sum(dim=2, keepdim=True) / own.remaining  # x less the mean of those that remain
                 u = torch.cat([math.sqrt(own.batch.class_weight / (own.remaining - 1)) * v, u], dim=2)
             distances = _downdated(delta, u, own.inverse_weights)[own.row, own.column]

@@ -157,7 +157,7 @@ class _ScalarWhitening:
 _Whitening = _CholeskyWhitening | _RidgeWhitening | _ScalarWhitening
 
 
-def _whitening(shared: SharedCovariance, weight: float, beta: float) -> _Whitening:
+def shared_whitening(shared: SharedCovariance, weight: float, beta: float) -> _Whitening:
     """T with T^T T = P^-1, P = ``weight`` S + beta I."""
     if len(shared.rows) == 0:
         return _ScalarWhitening(beta)
@@ -288,7 +288,7 @@ def low_rank_metric(
     means: Tensor, roots: Tensor, class_weight: float, shared: SharedCovariance, beta: float
 ) -> LowRankMetric:
     """Factor the covariances of classes of means (k', d) and roots A_k (k', r, d) that have one lambda."""
-    whitening = _whitening(shared, 1.0 - class_weight, beta)
+    whitening = shared_whitening(shared, 1.0 - class_weight, beta)
     means = whitening(means)
     ridge = _ridge(whitening(roots.flatten(0, 1)).unflatten(0, roots.shape[:2]), class_weight)
     # The metric multiplies the rows in this order: the first of every class, then the second.

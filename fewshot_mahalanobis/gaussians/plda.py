@@ -39,9 +39,9 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, CovarianceSettings
 from fewshot_mahalanobis.gaussians.leave_out import NormalPrior, Removal, removal_solve, removals
+from fewshot_mahalanobis.gaussians.pool import Pool, PooledGaussians
 from fewshot_mahalanobis.gaussians.support import (
     check_support,
-    class_means,
     deviations,
     effective_counts,
     joined_groups,
@@ -52,12 +52,13 @@ from fewshot_mahalanobis.gaussians.support import (
 )
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 
-#: Prior of log10(beta / v), v the mean variance of a feature.
+#: Prior of log10(beta / v), v the mean variance of a feature. That of ``leave_out.py`` is for class covariances; each
+#: was chosen on validation classes for its own model.
 _BETA_PRIOR = NormalPrior((-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0), 1.0, 0.35)
 #: log10(beta / v), b and the scale where every class has one example; from validation classes.
 _ONE_SHOT_CENTRE, _ONE_SHOT_SPREAD, _ONE_SHOT_SCALE = 1.5, 0.1, 14.0
-#: Prior of f / t, half a normal. In its likelihood every class counts as so many examples, lest large classes decide
-#: alone; from validation classes.
+#: Prior of f / t, half a normal. In its likelihood every class counts as so many examples, so that large classes do
+#: not decide alone; from validation classes.
 _SHARE_PRIOR, _CLASS_EXAMPLES = NormalPrior((0.0, 0.2, 0.4, 0.6, 0.8, 1.0), 0.0, 0.2), 5
 #: Bounds of b.
 _MIN_SPREAD, _MAX_SPREAD = 1e-2, 1e4
@@ -121,24 +122,34 @@ class Plda:
     gaussians : ClassGaussians
         N(m_k, P), of features to the settings' power.
     settings : PldaSettings
-    means : Tensor of shape (k, d)
-        Class means of the features as they are.
     counts : Tensor of shape (k,)
-        n_k; with copies, :func:`~fewshot_mahalanobis.gaussians.support.effective_counts`.
+        n_k; with copies, :func:`~fewshot_mahalanobis.gaussians.support.effective_counts`. With a ``pool`` of unlabelled
+        examples, N_k.
     shrink, ratio : Tensor of shape (k,)
         s_k and r_k.
     to_centre : Tensor of shape (k,)
         Squared distances of the m_k to c.
     """
 
-    def __init__(self, features: Tensor, labels: Tensor, settings: PldaSettings, groups: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        features: Tensor,
+        labels: Tensor,
+        settings: PldaSettings,
+        groups: Tensor | None = None,
+        pool: Pool | None = None,
+    ) -> None:
         self.settings = settings
         x = to_power(features.to(working_dtype(features)), settings.power)
-        self.gaussians = ClassGaussians(x, labels, settings.covariance)
-        self.means = self.gaussians.means if settings.power == 1.0 else class_means(features, labels)
+        self.counts = effective_counts(labels, groups)[0].to(x)
+        if pool is None:
+            self.gaussians = ClassGaussians(x, labels, settings.covariance)
+        else:
+            pool = Pool(to_power(pool.features.to(x), settings.power), pool.memberships.to(x))
+            self.gaussians = PooledGaussians(x, labels, settings.covariance, pool, self.counts)
+            self.counts = self.counts + pool.weights(self.counts).sum(dim=0)
         self.dtype = result_dtype(features)
         self.to_centre = self.gaussians.squared_distance(self.gaussians.means.mean(dim=0, keepdim=True))[0]  # (k,)
-        self.counts = effective_counts(labels, groups)[0].to(self.to_centre.dtype)
         self.shrink, self.ratio = shrinkage(self.counts, settings.spread)
 
     def logits(self, queries: Tensor) -> Tensor:
@@ -314,10 +325,14 @@ class PldaWithout:
         self.groups = removals(labels, counts, groups)
         self.all = self.without(self.groups)
 
-    def without(self, groups: Sequence[Removal]) -> list[_Without]:
+    def without(self, groups: Sequence[Removal]) -> list[_DowndatedProducts]:
         """The model without each of these groups, in chunks of bounded memory."""
         width = len(self.counts)
-        return [_Without(self, some) for removal in groups for some in removal.split(width + removal.rows.shape[1])]
+        return [
+            _DowndatedProducts(self, some)
+            for removal in groups
+            for some in removal.split(width + removal.rows.shape[1])
+        ]
 
     def moments(self, beta: float) -> tuple[float, float]:
         """Mean squared distance t of an example to its class mean, and spread b of the means, both less noise."""
@@ -330,7 +345,7 @@ class PldaWithout:
         spread = (between - noise) / distance if distance > 0 else _MAX_SPREAD
         return distance, min(max(spread, _MIN_SPREAD), _MAX_SPREAD)
 
-    def logits(self, settings: PldaSettings, chosen: Sequence[_Without]) -> Tensor:
+    def logits(self, settings: PldaSettings, chosen: Sequence[_DowndatedProducts]) -> Tensor:
         """Exact logits (n, k) of the examples of ``chosen`` groups; minus infinity where nothing remains.
 
         Rows of other examples have any value.
@@ -353,7 +368,7 @@ class PldaWithout:
         return self.means.square() @ inverse + self.outside.diagonal() / beta
 
 
-class _Without:
+class _DowndatedProducts:
     """Inner products under P^-1 without each of G groups of g members.
 
     Without a group, of which g_k < n_k members have class k, the mean m_k moves by -1 / (n_k - g_k) times the sum of
@@ -435,9 +450,9 @@ class _Without:
     def _moves(self) -> Tensor:
         """F and h (G, g, k + g): m_j - c = N_j + sum_a f_aj v_a and x_i - c = N_y + sum_a h_ai v_a."""
         shares = (self.remain / self.remaining)[..., None]
-        of_centre = shares / self._classes  # minus what c moves by, of v_a (G, g, 1)
-        f = of_centre.repeat(1, 1, len(self.parts.counts)).scatter_add(2, self.removal.labels[..., None], -shares)
-        return torch.cat([f, self.identity + of_centre], dim=2)
+        centre_shift = shares / self._classes  # minus what c moves by, of v_a (G, g, 1)
+        f = centre_shift.repeat(1, 1, len(self.parts.counts)).scatter_add(2, self.removal.labels[..., None], -shares)
+        return torch.cat([f, self.identity + centre_shift], dim=2)
 
     @cached_property
     def _worth(self) -> Tensor:

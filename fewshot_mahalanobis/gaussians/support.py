@@ -166,7 +166,7 @@ def effective_counts(labels: Tensor, groups: Tensor | None) -> tuple[Tensor, Ten
 
     Returns
     -------
-    of_classes : Tensor of shape (k,)
+    class_counts : Tensor of shape (k,)
     without_groups : Tensor of shape (n,)
         For each example, those of its class that are not in its group; 0 where there are none.
     """
@@ -176,8 +176,8 @@ def effective_counts(labels: Tensor, groups: Tensor | None) -> tuple[Tensor, Ten
     parts, index, sizes = torch.stack([labels, groups]).unique(dim=1, return_inverse=True, return_counts=True)
     sizes = sizes.to(counts)
     squares = torch.zeros_like(counts).index_add(0, parts[0], sizes.square())
-    remaining, of_remaining = counts[labels] - sizes[index], squares[labels] - sizes[index].square()
-    return counts.square() / squares, remaining.square() / of_remaining.clamp(min=1)
+    remaining, remaining_squares = counts[labels] - sizes[index], squares[labels] - sizes[index].square()
+    return counts.square() / squares, remaining.square() / remaining_squares.clamp(min=1)
 
 
 def group_weights(groups: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 
 #: Label smoothing of :func:`fit_temperature`, in pseudo-examples over all classes.
@@ -93,3 +93,19 @@ def temperature_fit(logits: Tensor, labels: Tensor, smoothing: float, weights: T
     best = minimize_scalar(loss, bounds=(-10.0, 10.0), method="bounded", options={"xatol": 1e-6})
     gain = n * (loss(-math.log(spread)) - float(best.fun))
     return TemperatureFit(spread * math.exp(best.x), float(best.fun), gain)
+
+
+def temperature_of_confidence(logits: Tensor, confidence: float) -> float:
+    """T >= 1 under which the largest of softmax(logits / T), logits (m, k), is ``confidence`` on average.
+
+    It is 1 where that is smaller already.
+    """
+    logits = logits.detach().double().cpu()
+
+    def excess(log_temperature: float) -> float:
+        return float((logits / math.exp(log_temperature)).softmax(dim=1).amax(dim=1).mean()) - confidence
+
+    most = math.log1p(float((logits.amax(dim=1) - logits.amin(dim=1)).max())) + 10.0  # there all is uniform
+    if confidence <= 1 / logits.shape[1] or excess(0.0) <= 0 or excess(most) >= 0:
+        return 1.0
+    return math.exp(brentq(excess, 0.0, most))

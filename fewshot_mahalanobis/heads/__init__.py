@@ -14,10 +14,10 @@ from typing import Any, cast
 
 from torch import nn
 
+from fewshot_mahalanobis.heads.auto import AutoHead
 from fewshot_mahalanobis.heads.head import Head
 from fewshot_mahalanobis.heads.linear import LinearClassifier, LinearHead, LinearLayerHead
 from fewshot_mahalanobis.heads.mahalanobis import MahalanobisHead
-from fewshot_mahalanobis.heads.plda import AutoHead
 from fewshot_mahalanobis.heads.prototypes import (
     CosineHead,
     DotProductHead,
@@ -25,6 +25,7 @@ from fewshot_mahalanobis.heads.prototypes import (
     ManhattanHead,
     PrototypeHead,
 )
+from fewshot_mahalanobis.plain import plain
 
 __all__ = [
     "HEADS",
@@ -102,6 +103,6 @@ def describe_head(head: Head[Any]) -> dict[str, Any]:
     if HEADS.get(head.name) is not type(head):
         raise ValueError(f"a {type(head).__name__} as head cannot be written to a file, which has no code: {remedy}")
     try:
-        return {"name": head.name, **head.describe()}
+        return plain({"name": head.name, **head.describe()})
     except ValueError as error:
         raise ValueError(f"a {type(head).__name__} object as head cannot be written: {error}. {remedy}") from error

@@ -4,8 +4,9 @@
     state = head.fit(support_features, support_labels); logits = head.logits(state, query_features)
 
 A head is one class. What other parts of the package need to know about it is in its attributes and methods: its name in
-settings and its titles in tables, exact leave-one-out, the settings that it chooses on a support set, refinement by
-queries, its form in an exported graph, and its description in a file. Only ``fit`` and ``logits`` have to be written.
+settings and its titles in tables, exact leave-one-out, the settings that it chooses on a support set, what it learns
+from unlabelled examples, its form in an exported graph, and its description in a file. Only ``fit`` and ``logits`` have
+to be written.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fewshot_mahalanobis.gaussians.plda import PldaSettings
+from fewshot_mahalanobis.gaussians.pool import Pool
 from fewshot_mahalanobis.gaussians.support import check_support, result_dtype
 
 State = TypeVar("State")
@@ -38,12 +41,15 @@ class Head(nn.Module, Generic[State]):
         Name in the paper's tables: the method that uses it. Empty if the paper has none.
     distance_power : int
         p, where logits are minus the p-th power of distances to class means, up to a factor; 0 for other logits.
+    learns_unlabelled : bool
+        Whether it has :meth:`unlabelled_settings` and :meth:`fit_pool`.
     """
 
     name: ClassVar[str] = ""
     title: ClassVar[str] = ""
     paper_title: ClassVar[str] = ""
     distance_power: ClassVar[int] = 0
+    learns_unlabelled: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -73,6 +79,14 @@ class Head(nn.Module, Generic[State]):
         """
         return _ExportedHead(self, state)
 
+    def check_learns_unlabelled(self) -> None:
+        """Raise ValueError unless this head learns from unlabelled examples."""
+        if not self.learns_unlabelled:
+            raise ValueError(
+                f'the heads "auto" and "mahalanobis" learn from unlabelled examples, {type(self).__name__} does not: '
+                "choose one of them, or leave out unlabelled= and transductive="
+            )
+
     def settled(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None) -> Head[State]:
         """Return this head with every setting fixed that ``fit`` would choose on the support set (n, d), (n,).
 
@@ -84,32 +98,15 @@ class Head(nn.Module, Generic[State]):
         """Part (n,) of the negated left-out logits that all classes have in common; 0 by default."""
         return support_features.new_zeros(len(support_features))
 
-    def transductive_logits(
-        self,
-        state: State,
-        support_features: Tensor,
-        support_labels: Tensor,
-        query_features: Tensor,
-        temperature: float = 1.0,
-    ) -> Tensor:
-        """Logits (m, k) of all queries (m, d) of a task, by classes that the queries refine.
+    def unlabelled_settings(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None
+    ) -> PldaSettings:
+        """Settings of the model by which this head finds the classes of unlabelled examples (``unlabelled.py``)."""
+        raise NotImplementedError
 
-        Parameters
-        ----------
-        state : as ``fit`` returns it
-        support_features : Tensor of shape (n, d)
-        support_labels : int64 Tensor of shape (n,)
-            The support set that the head was fitted to.
-        query_features : Tensor of shape (m, d)
-        temperature : float
-            Queries belong to classes with the probabilities softmax(logits / temperature).
-
-        Raises
-        ------
-        ValueError
-            This kind of head cannot be refined by queries.
-        """
-        raise ValueError(f'transductive=True is for the heads "auto" and "mahalanobis", not {type(self).__name__}')
+    def fit_pool(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None, pool: Pool) -> State:
+        """Fit to a support set and to unlabelled examples of which the memberships are known."""
+        raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
         """Return the settings as JSON values, from which :meth:`from_description` makes the same head.

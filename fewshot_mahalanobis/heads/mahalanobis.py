@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +16,16 @@ from torch import Tensor, nn
 
 from fewshot_mahalanobis.gaussians.covariance import ClassGaussians, CovarianceSettings
 from fewshot_mahalanobis.gaussians.leave_out import choose_beta, leave_one_out_distance, squared_distance_to_others
-from fewshot_mahalanobis.gaussians.support import working_dtype
+from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings
+from fewshot_mahalanobis.gaussians.pool import Pool, PooledGaussians
+from fewshot_mahalanobis.gaussians.support import (
+    check_support,
+    effective_counts,
+    full_precision,
+    joined_groups,
+    working_dtype,
+)
 from fewshot_mahalanobis.heads.head import Head
-from fewshot_mahalanobis.heads.transduction import refined_by_queries, weighted_refinement
 
 #: Largest size of the class matrices of an exported head, in numbers (1 GB): a protobuf file holds 2 GB.
 MAX_EXPORTED_NUMBERS = 2**28
@@ -136,6 +142,7 @@ class MahalanobisHead(Head[ClassGaussians]):
     title = "Mahalanobis"
     paper_title = "Simple CNAPS"
     distance_power = 2
+    learns_unlabelled = True
 
     def __init__(self, covariance: RegularizedCovariance | None = None, scale: float = 1.0) -> None:
         super().__init__()
@@ -180,19 +187,23 @@ class MahalanobisHead(Head[ClassGaussians]):
         settings = self.covariance.with_chosen_settings(support_features, support_labels, groups).settings
         return self.scale / settings.ridge * squared_distance_to_others(support_features, groups)
 
-    def transductive_logits(
-        self,
-        state: ClassGaussians,
-        support_features: Tensor,
-        support_labels: Tensor,
-        query_features: Tensor,
-        temperature: float = 1.0,
-    ) -> Tensor:
-        """Logits (m, k) of queries by means and covariances in which the queries (m, d) have weights."""
-        support, queries = (f.to(working_dtype(f)) for f in (support_features, query_features))
-        refinement = partial(weighted_refinement, state.settings, self.scale)
-        start = self.logits(state, query_features)
-        return refined_by_queries(start, refinement, support, support_labels, queries, temperature)
+    def unlabelled_settings(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None
+    ) -> PldaSettings:
+        """Settings that the default head would have: its model estimates the classes of unlabelled examples better."""
+        with full_precision(support_features):
+            return choose_plda_settings(support_features, support_labels, groups)
+
+    def fit_pool(
+        self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None, pool: Pool
+    ) -> ClassGaussians:
+        """Fit means and covariances to both, with the settings of the support set."""
+        check_support(support_features, support_labels)
+        settled = self.settled(support_features, support_labels, groups)
+        with full_precision(support_features):
+            counts = effective_counts(support_labels, joined_groups(groups))[0].to(working_dtype(support_features))
+            pool = Pool(pool.features.to(counts), pool.memberships.to(counts))
+            return PooledGaussians(support_features, support_labels, settled.covariance.settings, pool, counts)
 
     def describe(self) -> dict[str, Any]:
         """Return the scale and the settings of the covariance."""
@@ -238,10 +249,10 @@ class ExportedMahalanobis(nn.Module):
 
     def __init__(self, gaussians: ClassGaussians, scale: float) -> None:
         super().__init__()
-        n, d = int(gaussians.counts.sum()), gaussians.means.shape[1]
+        d = gaussians.means.shape[1]
         centre, basis = gaussians.support_basis()
         # The covariance of one shot as published, c in every entry, leaves the span: there the basis is everything.
-        self.everything = n >= d or gaussians.settings.one_shot_covariance == "published"
+        self.everything = basis.shape[1] == d or gaussians.settings.one_shot_covariance == "published"
         rank, classes = d if self.everything else basis.shape[1], len(gaussians.counts)
         if (1 if gaussians.is_shared else classes) * rank**2 > MAX_EXPORTED_NUMBERS:
             raise ValueError(

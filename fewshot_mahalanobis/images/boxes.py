@@ -15,20 +15,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fewshot_mahalanobis.images.folders import (
+from fewshot_mahalanobis.images.region import Region
+from fewshot_mahalanobis.images.tables import (
     check_some_exist,
     checked_cells,
     groups_of_rows,
     is_table,
+    located,
     rows_of_labels,
     table_columns,
 )
-from fewshot_mahalanobis.images.region import Region
+from fewshot_mahalanobis.plain import quoted
 
 __all__ = ["Boxes", "is_box_file", "read_boxes"]
 
 #: Columns of a box in a table, in the order of a Region's box.
 BOX_COLUMNS = ("x", "y", "width", "height")
+#: Where files say that a box is turned: a column of a table, a field of a COCO annotation or of its attributes.
+_ANGLES = ("rotation", "angle", "theta", "rotation_angle")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Boxes:
         The file, if it is JSON; of COCO or, with the key "detection_categories", MegaDetector.
     entries : list of dict
         The part of ``document`` that each region comes from.
+    of_no_class : frozenset of str
+        Those of the labels by which ``predict`` has called boxes that it rejected.
     """
 
     regions: list[Region]
@@ -56,6 +62,7 @@ class Boxes:
     note: str = ""
     document: dict[str, Any] | None = None
     entries: list[dict[str, Any]] = field(default_factory=list)
+    of_no_class: frozenset[str] = frozenset()
 
     def fill(self, labels: Sequence[Any], answers: Sequence[Sequence[tuple[Any, float]] | None]) -> dict[str, Any]:
         """Write answers into ``document`` as its classification, in place of an earlier one; returns it.
@@ -119,14 +126,14 @@ def read_boxes(
     image_folder : Path, optional
         Where relative paths start; by default the folder of ``file``.
     margin : float
-        Of every region.
+        Margin of every region.
     min_confidence : float
         Leave out MegaDetector's detections of less confidence.
     category : str, optional
         Leave out MegaDetector's detections of other categories than this one: "animal", "person" or "vehicle".
     rows : {"all", "checked", "sure"}
-        Which rows of a table of answers, as for :func:`~fewshot_mahalanobis.images.folders.rows_of_labels`. Likewise
-        COCO's annotations with a "score", which a network gave, are left out if it is "checked".
+        Which rows of a table of answers: see :func:`~fewshot_mahalanobis.support_set.answers.labels_of_answers`.
+        Likewise COCO's annotations with a "score", which a network gave, are left out if it is "checked".
     group_column : str, optional
         Column of the groups in a table.
 
@@ -155,14 +162,16 @@ def read_boxes(
 def _read_table(file: Path, folder: Path, margin: float, rows: str, group_column: str | None) -> Boxes:
     regions, labels = list[Region](), list[str]()
     known = dict[Region, tuple[int, str]]()
-    labelled = "label" in table_columns(file, ("path", *BOX_COLUMNS))
-    more = [*("label",) * labelled, *(() if group_column is None else (group_column,))]
-    found, note = rows_of_labels(file, ("path", *BOX_COLUMNS, *more), rows if labelled else "all")
+    names = table_columns(file, ("path", *BOX_COLUMNS))
+    labelled, angles = "label" in names, [name for name in _ANGLES if name in names]
+    more = [*("label",) * labelled, *(() if group_column is None else (group_column,)), *angles]
+    found, note, of_no_class = rows_of_labels(file, ("path", *BOX_COLUMNS, *more), rows if labelled else "all")
     groups = None if group_column is None else groups_of_rows(file, found, group_column)
     for line, cells in found:
         path, label = checked_cells(file, line, cells["path"], cells.get("label"), folder)
+        _check_upright(cells, f"line {line} of {file} ({path})")
         box = tuple(_number(cells[name], f"line {line} of {file}: {name}") for name in BOX_COLUMNS)
-        region = _region(folder / path, box, margin, f"line {line} of {file.name}")
+        region = _region(located(folder, path), box, margin, f"line {line} of {file.name}")
         other_line, other = known.setdefault(region, (line, label))
         if other != label:
             raise ValueError(
@@ -170,7 +179,7 @@ def _read_table(file: Path, folder: Path, margin: float, rows: str, group_column
             )
         regions.append(region)
         labels.append(label)
-    return Boxes(regions, labels if labelled else None, groups, note)
+    return Boxes(regions, labels if labelled else None, groups, note, of_no_class=of_no_class)
 
 
 def _number(cell: str, what: str) -> float:
@@ -182,7 +191,7 @@ def _number(cell: str, what: str) -> float:
         return float(cell)
     except ValueError:
         comma = ": write it with a point" if "," in cell else ""
-        raise ValueError(f"{what} is {cell!r}, not a number{comma}") from None
+        raise ValueError(f"{what} is {quoted(cell)}, not a number{comma}") from None
 
 
 # -------------------------------------------------------------------- JSON
@@ -222,8 +231,9 @@ def _forget_classification(document: dict[str, Any]) -> None:
 
 
 def _read_coco(document: dict[str, Any], file: Path, folder: Path, margin: float, rows: str) -> Boxes:
-    images = {image["id"]: image for image in document["images"]}
-    names = {category["id"]: str(category["name"]) for category in document.get("categories", ())}
+    images = _by_id(document["images"], "file_name", "image", file)
+    categories = _by_id(document.get("categories", ()), "name", "category", file)
+    names = {number: str(category["name"]) for number, category in categories.items()}
     single = [entry for entry in document["annotations"] if not entry.get("iscrowd")]
     crowds = len(document["annotations"]) - len(single)
     unchecked = sum("score" in entry for entry in single) if rows == "checked" else 0
@@ -233,17 +243,54 @@ def _read_coco(document: dict[str, Any], file: Path, folder: Path, margin: float
         where = f"annotation {entry['id']} of {file.name}"
         image, label = images.get(entry["image_id"]), names.get(entry.get("category_id"))
         if image is None:
-            raise ValueError(f"{where} is of image {entry['image_id']!r}, which is not among the images")
+            raise ValueError(f"{where} is of image {quoted(entry['image_id'])}, which is not among the images")
         if label is None and names:
-            raise ValueError(f"{where} is of category {entry.get('category_id')!r}, which is not among the categories")
+            raise ValueError(
+                f"{where} is of category {quoted(entry.get('category_id'))}, which is not among the categories"
+            )
         if not entry.get("bbox"):
             raise ValueError(f"{where} ({image['file_name']}) has no bbox")
-        regions.append(_region(folder / image["file_name"], entry["bbox"], margin, where, image))
+        for fields in (entry, entry.get("attributes")):
+            _check_upright(fields, f"{where} ({image['file_name']})")
+        regions.append(_region(located(folder, image["file_name"]), entry["bbox"], margin, where, image))
         labels.append(label or "")
     left_out = {"of crowds (iscrowd)": crowds, "with a score, answers of a network (--rows all takes them)": unchecked}
     listed = [f"{number} annotation{'s' * (number > 1)} {what}" for what, number in left_out.items() if number]
     note = f"Left out: {', '.join(listed)}." if listed else ""
     return Boxes(regions, labels if names else None, note=note, document=document, entries=single)
+
+
+def _by_id(entries: Iterable[dict[str, Any]], name: str, kind: str, file: Path) -> dict[Any, dict[str, Any]]:
+    """Images or categories of COCO by their id; ValueError if one id stands for two of them."""
+    known = dict[Any, dict[str, Any]]()
+    for entry in entries:
+        other = known.setdefault(entry["id"], entry)
+        if other[name] != entry[name]:
+            raise ValueError(
+                f"{file} has the {kind} id {quoted(entry['id'])} twice, for {quoted(other[name])} and "
+                f"{quoted(entry[name])}. If two files were put together, give them one by one, or give "
+                "the entries of one of them new ids"
+            )
+    return known
+
+
+def _check_upright(fields: Any, where: str) -> None:
+    """ValueError if an annotation or a row says that its box is turned: it would be cut out as if it were not."""
+    if not isinstance(fields, dict):  # attributes may be of any kind
+        return
+    if len(fields.get("bbox") or ()) == 5:
+        raise ValueError(f"{where} has a bbox of five numbers, the last of them an angle: {_UPRIGHT}")
+    for name in _ANGLES:
+        try:
+            turned = float(str(fields.get(name) or 0).replace(",", ".").rstrip("° ")) % 360
+        except ValueError:  # a field of the user's own
+            continue
+        if turned:
+            raise ValueError(f"{where} is a turned box ({name} {fields[name]}): {_UPRIGHT}")
+
+
+#: What to do about a turned box.
+_UPRIGHT = "boxes are cut out upright. Give the upright box around it, or crop and turn the picture yourself"
 
 
 def _read_megadetector(
@@ -259,7 +306,9 @@ def _read_megadetector(
         for number, entry in enumerate(image.get("detections") or (), start=1):
             if entry["conf"] >= min_confidence and category in (None, categories.get(entry["category"])):
                 where = f"detection {number} of {file.name}"
-                regions.append(_region(folder / image["file"], entry["bbox"], margin, where, image, normalized=True))
+                regions.append(
+                    _region(located(folder, image["file"]), entry["bbox"], margin, where, image, normalized=True)
+                )
                 entries.append(entry)
     note = f"Images that the detector could not read: {failed}." if failed else ""
     return Boxes(regions, note=note, document=document, entries=entries)

@@ -12,6 +12,7 @@ All decoding of the package goes through :func:`decode_batches`: in threads, in 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -38,8 +39,10 @@ from fewshot_mahalanobis.images.collection import (
     regions_together,
 )
 from fewshot_mahalanobis.images.errors import ImageError
-from fewshot_mahalanobis.images.picture import PROFILE_IGNORED, Square
-from fewshot_mahalanobis.images.ranges import Span, checked_range, narrow_range
+from fewshot_mahalanobis.images.memory import PictureMemory, file_contents, square_key, square_of, stored
+from fewshot_mahalanobis.images.pages import Reading, checked_reading
+from fewshot_mahalanobis.images.picture import Square
+from fewshot_mahalanobis.images.ranges import Span, narrow_range
 from fewshot_mahalanobis.images.region import Region
 
 __all__ = [
@@ -119,7 +122,7 @@ def decode_batches(
 
 
 class DecodedBatch(NamedTuple):
-    """Decoded images of a collection, and a collection itself, which is used as it is."""
+    """Decoded images; accepted as a collection without further processing."""
 
     indices: list[int]  # (b,), their positions in the collection
     pixels: NDArray[np.uint8]  # (b, size, size, 3), RGB
@@ -149,16 +152,29 @@ class ImageBatches:
         Called with the :class:`ImageError` of each image that cannot be used, which is then left out of its batch.
         By default the first such error is raised.
     value_range : (float, float), optional
-        Black and white in arrays and tensors of numbers, and in files and PIL images of more than 8 bits whose file
-        does not say it. By default 0 and 255 (integers), 65535 (files of 16 bits) or 1 (floats); a warning says so once
+        Black and white in arrays and tensors of numbers, and in files and PIL images of more than 8 bits that do not
+        declare it. By default 0 and 255 (integers), 65535 (files of 16 bits) or 1 (floats); a warning says so once
         if a collection uses less than a quarter of that.
+    pages : {"first", "max", "mean"}, int or (int, int, int), optional
+        Which page of a file of several is the picture: one, by its number from 0 on; the largest or mean values of all;
+        or three grey ones as red, green and blue. By default a stack is an error; of an animation and of the several
+        pictures of one shot (GIF, WebP, PNG, AVIF, MPO) the first frame is used, and a warning says so once.
+    bands : int, (int, int, int) or (int, int, int, int), optional
+        Which bands of files, PIL images, arrays and tensors are red, green and blue, or one that is grey, by their
+        numbers from 0 on; the fourth is opacity. By default one band is grey and three are colours. A fourth is opacity
+        where the file says so, or in an array looks like it; other bands are an error.
     progress : str, optional
         Show a progress bar of this name.
+    memory : PictureMemory, optional
+        Where files that were read before are looked up, and others remembered.
 
     Attributes
     ----------
     n_images : int
         Length of the collection, including images that are left out.
+    is_narrow : bool
+        After an iteration: whether its images kept to so small a part of their range that a warning asked for it.
+        Nothing is told apart then that looks alike.
 
     Raises
     ------
@@ -178,28 +194,38 @@ class ImageBatches:
         ahead: bool = True,
         on_error: Callable[[ImageError], object] | None = None,
         value_range: tuple[float, float] | None = None,
+        pages: str | int | Sequence[int] | None = None,
+        bands: int | Sequence[int] | None = None,
         progress: str | None = None,
+        memory: PictureMemory | None = None,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
         if n_jobs is not None and not isinstance(n_jobs, int | np.integer):
             raise ValueError(f"n_jobs must be a whole number or None, got {n_jobs!r}")
-        self.value_range = checked_range(value_range)
+        self.reading = checked_reading(value_range, pages, bands)
         self._final = isinstance(images, DecodedBatch)
         self._paths = images.paths if isinstance(images, DecodedBatch) else ()
         self._images = checked_collection(
-            images.pixels if isinstance(images, DecodedBatch) else images, self.value_range
+            *((images.pixels,) if isinstance(images, DecodedBatch) else (images, self.reading))
         )
-        if on_error is None:
-            check_items(self._images, self.value_range)
+        if on_error is None and not self._final:
+            check_items(self._images, self.reading)
         self.n_images = len(self._images)
         self.size = size
         self.batch_size = int(batch_size)
         self.ahead = ahead
         self.on_error = on_error
         self.progress = progress
+        self.memory = memory
         self.n_threads = decoding_threads(n_jobs)
+        self.is_narrow = False
         self._remarked = False
+
+    @property
+    def images(self) -> Any:
+        """The collection, as it was checked."""
+        return self._images
 
     def name(self, index: int) -> str:
         """What to call an image in a message: its place, and its path if it has one."""
@@ -214,7 +240,7 @@ class ImageBatches:
 
     def decoded(self) -> Iterator[DecodedBatch]:
         """Iterate over the batches as uint8, with the positions of their images. A batch is never empty."""
-        lock, profiles_ignored = Lock(), dict[int, str]()
+        lock, remarks, new = Lock(), dict[str, dict[int, str]](), deque[tuple[bytes, bytes]]()
 
         def read(indices: list[int]) -> list[Square | ImageError]:
             """Images that are read together, which is one, or the regions of one."""
@@ -222,19 +248,25 @@ class ImageBatches:
                 images = [item_of(self._images, index, lock) for index in indices]
                 if self._final and images[0].shape == (self.size, self.size, 3):
                     return [Square(images[0])]
-                value_range = None if self._final else self.value_range
-                squares: list[Square | ImageError] = (
-                    read_regions(images, indices, self.size, lock, value_range)
-                    if isinstance(images[0], Region)
-                    else [read_item(images[0], indices[0], self.size, lock, value_range)]
+                reading = checked_reading() if self._final else self.reading
+
+                def read_anew() -> list[Square | ImageError]:
+                    if isinstance(images[0], Region):
+                        return read_regions(images, indices, self.size, lock, reading)
+                    return [read_item(images[0], indices[0], self.size, lock, reading)]
+
+                squares = (
+                    read_anew()
+                    if self.memory is None
+                    else _remembered(self.memory, images, self.size, reading, read_anew, new)
                 )
             except ImageError as error:
                 if self.on_error is None:
                     raise
                 return [error]
             for index, image, square in zip(indices, images, squares, strict=True):
-                if isinstance(square, Square) and square.profile_ignored:
-                    profiles_ignored[index] = describe(image)
+                for remark in square.remarks if isinstance(square, Square) else ():
+                    remarks.setdefault(remark, {})[index] = describe(image)
             return squares
 
         starts = range(0, self.n_images, self.batch_size)
@@ -242,14 +274,17 @@ class ImageBatches:
         together: list[list[list[int]]] = [[] for _ in batches]
         for indices in regions_together(self._images, MOST_APART):
             together[indices[0] // self.batch_size].append(indices)
+        hidden = self.progress is None or sys.stderr is None  # as under pythonw
         spans, read_before = list[Span](), dict[int, Square | ImageError]()
         with (
             closing(decode_batches(read, together, threads=self.n_threads, ahead=self.ahead)) as results_of_batches,
-            tqdm(total=self.n_images, desc=self.progress, unit="image", disable=self.progress is None) as bar,
+            tqdm(total=self.n_images, desc=self.progress, unit="image", disable=hidden) as bar,
         ):
             for batch, read_together, results in zip(batches, together, results_of_batches, strict=True):
                 for indices, squares in zip(read_together, results, strict=True):
                     read_before.update(zip(indices, squares, strict=True))
+                if self.memory is not None:
+                    self.memory.put(dict(new.popleft() for _ in range(len(new))))
                 usable = dict[int, Square]()
                 for index in batch:
                     result = read_before.pop(index)
@@ -265,15 +300,17 @@ class ImageBatches:
                     pixels, boxes = zip(*((square.pixels, square.box) for square in usable.values()), strict=True)
                     yield DecodedBatch([*usable], np.stack(pixels), boxes=boxes)
                 bar.update(len(batch))
+        narrow = narrow_range(spans)
+        self.is_narrow = narrow is not None
         if self._remarked:
             return
         self._remarked = True
-        if profiles_ignored:
-            first = min(profiles_ignored)
-            others = f" (and {len(profiles_ignored) - 1} more)" if len(profiles_ignored) > 1 else ""
-            warnings.warn(f"image {first} ({profiles_ignored[first]}){others}: {PROFILE_IGNORED}", stacklevel=2)
-        if remark := narrow_range(spans):
-            warnings.warn(remark, stacklevel=2)
+        for remark, named in remarks.items():
+            first = min(named)
+            others = f" (and {len(named) - 1} more)" if len(named) > 1 else ""
+            warnings.warn(f"image {first} ({named[first]}){others}: {remark}", stacklevel=2)
+        if narrow:
+            warnings.warn(narrow, stacklevel=2)
 
     def name_of(self, index: int) -> str:
         """Name of an image in a message: its path if it has one, else its type."""
@@ -294,6 +331,34 @@ class ImageBatches:
         if self.n_images > KEPT_BATCHES * self.batch_size:
             return self
         return [batch.to(dtype) for batch in self]
+
+
+def _remembered(
+    memory: PictureMemory,
+    images: Sequence[Any],
+    size: int,
+    reading: Reading,
+    read_anew: Callable[[], list[Square | ImageError]],
+    new: deque[tuple[bytes, bytes]],
+) -> list[Square | ImageError]:
+    """Squares of images that are read together, one file or regions of one, from memory or as they are read anew.
+
+    Those that are not in memory are added to ``new``, by their keys.
+    """
+    file = images[0].image if isinstance(images[0], Region) else images[0]
+    contents = file_contents(file, size) if isinstance(file, str | os.PathLike) else None
+    if contents is None:
+        return read_anew()
+    keys = [square_key(contents, image, size, reading) for image in images]
+    found = memory.get(keys)
+    if len(found) == len({*keys}):
+        return [square_of(found[key], size) for key in keys]
+    squares = read_anew()
+    if contents.hold(file):
+        for key, square in zip(keys, squares, strict=True):
+            if isinstance(square, Square) and key not in found:
+                new.append((key, stored(square)))
+    return squares
 
 
 def _name(item: Any) -> str | None:

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+#: Longest beginning and end of another library's message that is quoted.
+_MOST = 300
+
+
+def shortened(error: Exception) -> str:
+    """The message of an error of others, which may quote a whole input."""
+    text = str(error)
+    return text if len(text) <= 2 * _MOST else f"{text[:_MOST]} ... {text[-_MOST:]}"
+
 
 class ImageError(ValueError):
     """An image, or a collection of images, cannot be used. The message names it and the remedy.

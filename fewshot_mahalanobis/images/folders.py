@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
-import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from fewshot_mahalanobis.images.formats import REMEDIES, image_suffixes, starts_as_image
 from fewshot_mahalanobis.images.region import Region
+from fewshot_mahalanobis.images.tables import (
+    check_some_exist,
+    checked_pairs,
+    groups_of_rows,
+    located,
+    rows_of_labels,
+)
+from fewshot_mahalanobis.support_set.answers import composed
 
 __all__ = [
     "UNSURE",
@@ -32,9 +37,6 @@ __all__ = [
 
 #: The folder of images whose class `sort` is in doubt of; it is no class.
 UNSURE = "unsure"
-#: Columns of a table that `predict` wrote, after path and label: for the user's mark, empty; the label as predicted;
-#: its probability, empty where it is no class; a mark, if asked for, where that is low or the image of no class.
-ANSWER_COLUMNS = ("checked", "predicted", "probability", "doubtful")
 #: Files that macOS and Windows leave behind, in lower case.
 _JUNK_FILES = {".ds_store", "icon\r", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 #: Bins, thumbnails, snapshots and the like of operating systems and network drives, in lower case. Folders whose names
@@ -77,6 +79,10 @@ class FolderImages:
         """One sentence about what was left out; empty if that is nothing."""
         return f"Left out: {_listed(self.ignored)}." if self.ignored else ""
 
+    def without(self, files: Iterable[Path]) -> FolderImages:
+        """The same with these of the other files not left out."""
+        return replace(self, ignored=self.ignored - Counter(_kind_of_name(file.name) for file in files))
+
 
 @dataclass(frozen=True)
 class ClassImages(FolderImages):
@@ -116,17 +122,21 @@ class LabelledImages(NamedTuple):
         What each image belongs to, where that was asked for.
     note : str
         Sentences about what was left out; empty if that is nothing.
+    of_no_class : frozenset of str
+        Those of the labels by which ``predict`` has called pictures that it rejected.
     """
 
     images: list[Path | Region]
     labels: list[str]
     groups: list[str] | None = None
     note: str = ""
+    of_no_class: frozenset[str] = frozenset()
 
     def where(self, wanted: Sequence[bool]) -> LabelledImages:
         """Those that are ``wanted``."""
         groups = None if self.groups is None else [*compress(self.groups, wanted)]
-        return LabelledImages([*compress(self.images, wanted)], [*compress(self.labels, wanted)], groups, self.note)
+        images, labels = [*compress(self.images, wanted)], [*compress(self.labels, wanted)]
+        return LabelledImages(images, labels, groups, self.note, self.of_no_class)
 
 
 def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
@@ -180,14 +190,14 @@ def find_class_images(path: str | os.PathLike[str], *, at_least: int = 2) -> Cla
     paths, labels, empty, ignored, unsure = list[Path](), list[str](), list[str](), Counter[str](), 0
     sub_folders = dict[str, set[str]]()  # of each class with images; "" for images in the class folder itself
     for entry in sorted(root.iterdir(), key=lambda e: natural_key(e.name)):
-        if entry.is_dir() and _is_system_folder(entry.name):
-            ignored[f"{entry.name} folder"] += 1
+        if entry.is_dir() and (kind := _kind_of_folder(entry)):
+            ignored[kind] += 1
         elif entry.is_dir() and entry.name == UNSURE:
             unsure = len(find_images(entry, allow_empty=True).paths)
         elif entry.is_dir():
             images = find_images(entry, allow_empty=True)
             paths += images.paths
-            labels += [_composed(entry.name)] * len(images.paths)
+            labels += [composed(entry.name)] * len(images.paths)
             ignored += images.ignored
             if images.paths:
                 sub_folders[entry.name] = {"".join(file.relative_to(entry).parts[:-1][:1]) for file in images.paths}
@@ -275,7 +285,7 @@ def read_labels(
     image_folder : Path, optional
         Where relative paths start; by default the folder of the CSV file.
     rows : {"all", "checked", "sure"}
-        As for :func:`rows_of_labels`.
+        As for :func:`~fewshot_mahalanobis.support_set.answers.labels_of_answers`.
     group_column : str, optional
         Column of the groups.
 
@@ -288,204 +298,13 @@ def read_labels(
         lines; one path has two labels; or none of the images exists. The message names the line.
     """
     more = () if group_column is None else (group_column,)
-    found, note = rows_of_labels(file, ("path", "label", *more), rows)
-    pairs = _checked_pairs(file, found, "path", "label")
+    found, note, of_no_class = rows_of_labels(file, ("path", "label", *more), rows)
+    pairs = checked_pairs(file, found, "path", "label")
     groups = None if group_column is None else groups_of_rows(file, found, group_column)
-    paths = [(file.parent if image_folder is None else image_folder) / path for path, _ in pairs]
+    folder = file.parent if image_folder is None else image_folder
+    paths = [located(folder, path) for path, _ in pairs]
     check_some_exist(file, paths)
-    return LabelledImages([*paths], [label for _, label in pairs], groups, note)
-
-
-def rows_of_labels(
-    file: Path, columns: Sequence[str], rows: str = "all"
-) -> tuple[list[tuple[int, dict[str, str]]], str]:
-    """Rows of a table that give an image its label, as :func:`table_rows` has them, and a note on the others.
-
-    Every row does in a table without the columns "predicted" and "checked". With one of them it is a table of answers
-    that ``predict`` wrote, and an answer is no label before somebody has checked it: its label was changed, so that it
-    is no longer what was predicted, or there is a mark in the column "checked". ``rows="sure"`` takes other answers
-    too, without those that are marked in the column "doubtful"; "all" takes these too.
-
-    ValueError if no row is left, or ``rows`` is "sure" and the table has no column "doubtful".
-    """
-    present = {*table_columns(file, (*columns, *ANSWER_COLUMNS))}
-    marks = [name for name in ("checked", "predicted", "doubtful") if name in present and name not in columns]
-    found = [*table_rows(file, (*columns, *marks))]
-    if not {"predicted", "checked"} & present or rows == "all":
-        return found, ""
-    if rows == "sure" and "doubtful" not in present:
-        raise ValueError(f"{file} does not say which answers are doubtful: `predict --min-probability` marks them")
-    changed = {line for line, cells in found if cells["label"] != cells.get("predicted", cells["label"])}
-    checked = {line for line, cells in found if _is_marked(cells.get("checked", ""))} - changed
-    cleared = {line for line, cells in found if not cells["label"]}
-    sure = {line for line, cells in found if rows == "sure" and not _is_marked(cells["doubtful"])} - changed - checked
-    taken = [(line, cells) for line, cells in found if line in (changed | checked | sure) - cleared]
-    if not taken:
-        raise ValueError(
-            f"{file} has {_counted('answer', len(found))} of `predict`, and nobody has checked any: correct the labels "
-            "that are wrong, mark those that are right with an x in the column checked, or take all (--rows all)"
-        )
-    counts = {"changed": changed - cleared, "checked": checked - cleared, "sure": sure - cleared}
-    listed = ", ".join(f"{len(lines)} {name}" for name, lines in counts.items() if lines)
-    left_out = {
-        "that nobody has checked (--rows all takes them)": len(found) - len(taken) - len(cleared),
-        "without a label": len(cleared),
-    }
-    others = [f"{_counted('answer', number)} {what}" for what, number in left_out.items() if number]
-    note = f"{len(taken)} of {_counted('row', len(found))} taken ({listed})."
-    return taken, f"{note} Left out: {', '.join(others)}." if others else note
-
-
-def _is_marked(cell: str) -> bool:
-    """Whether a cell says yes, as any text does but those by which spreadsheets and people say no."""
-    return cell.casefold() not in ("", "0", "no", "n", "false", "-")
-
-
-def groups_of_rows(file: Path, rows: Iterable[tuple[int, dict[str, str]]], column: str) -> list[str]:
-    """The group of each row; ValueError names a line that lacks it."""
-    groups = []
-    for line, cells in rows:
-        if not cells[column]:
-            raise ValueError(f"line {line} of {file} lacks a {column}")
-        groups.append(cells[column])
-    return groups
-
-
-def check_some_exist(file: Path, paths: Sequence[Path]) -> None:
-    """ValueError if none of the images that a file lists is there."""
-    paths = [*dict.fromkeys(paths)]
-    if not any(map(os.path.exists, paths)):
-        raise ValueError(
-            f"none of the {len(paths)} files that {file} lists is there; the first would be {paths[0]}. Relative paths "
-            "start at its folder: put it back where it was, write full paths, or name their folder (--image-folder)"
-        )
-
-
-def labelled_rows(file: Path, path_column: str, label_column: str) -> list[tuple[str, str]]:
-    """Path and label of each row of a CSV file, as :func:`table_rows` reads it.
-
-    ValueError as there, and if a path or label is missing or has several lines, or one path has two labels.
-    """
-    return _checked_pairs(file, table_rows(file, (path_column, label_column)), path_column, label_column)
-
-
-def _checked_pairs(
-    file: Path, rows: Iterable[tuple[int, dict[str, str]]], path_column: str, label_column: str
-) -> list[tuple[str, str]]:
-    found = list[tuple[str, str]]()
-    known = dict[str, tuple[int, str]]()  # path -> its first line and its label
-    for line, cells in rows:
-        path, label = checked_cells(file, line, cells[path_column], cells[label_column])
-        place = os.path.abspath(file.parent / path)  # noqa: PTH100 ("a/../b.jpg" is "b.jpg")
-        other_line, other = known.setdefault(place, (line, label))
-        if other != label:
-            raise ValueError(f"lines {other_line} and {line} of {file} give {path} two labels, {other!r} and {label!r}")
-        found.append((path, label))
-    if not found:
-        raise ValueError(f"{file} lists no image")
-    return found
-
-
-def checked_cells(file: Path, line: int, path: str, label: str | None, folder: Path | None = None) -> tuple[str, str]:
-    """Path and label of a row, the label in its composed form; "" for None, where the table has no labels."""
-    if not path or label == "":
-        raise ValueError(f"line {line} of {file} lacks a path or a label")
-    label = label or ""
-    place = (folder or file.parent) / path
-    if _has_lines(label) or (_has_lines(path) and not os.path.exists(place)):  # noqa: PTH110 (False if too long)
-        raise ValueError(f'line {line} of {file} has a path or label of several lines: is a quote (") not closed?')
-    return path, _composed(label)
-
-
-def is_table(path: Path) -> bool:
-    """Whether a path is called like a table and is no folder."""
-    return path.suffix.lower() in (".csv", ".tsv", ".txt") and not path.is_dir()
-
-
-def table_columns(file: Path, known: Collection[str]) -> list[str]:
-    """Names of the columns of a CSV file, separated so that it has the most of those that are ``known``."""
-    text = _text(file)
-    return next(_rows(file, text, _separator(text, known)), (1, []))[1]
-
-
-def table_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the line and the cells by column of each row of a CSV file in UTF-8, separated by comma, semicolon or tab.
-
-    White space around a cell is dropped. Empty rows and columns of other names are ignored.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is no file.
-    ValueError
-        The table lacks a column, or may not mean what it would be read as: a row has more cells than the first line has
-        names (a comma without quotes), a quote is not closed, a column is there twice. The message names the line.
-    """
-    text = _text(file)
-    separator = _separator(text, columns)
-    rows = _rows(file, text, separator)
-    first, names = next(rows, (1, []))
-    for column in columns:
-        if column not in names:
-            listed = " and ".join((", ".join(columns[:-1]), columns[-1]))
-            raise ValueError(f"{file} has no column {column!r}: its first line must name {listed}")
-        if names.count(column) > 1:
-            raise ValueError(f"line {first} of {file} names two columns {column!r}: rename or remove one of them")
-    width = max(number for number, name in enumerate(names, start=1) if name)
-    for line, cells in rows:
-        if any(cells[width:]):
-            raise ValueError(
-                f"line {line} of {file} has {len(cells)} cells for {width} columns: put a path or label that contains "
-                f'a {_SEPARATORS[separator]} in quotes ("..."), or name the other columns in the first line'
-            )
-        cells += [""] * (len(names) - len(cells))
-        yield line, {column: cells[names.index(column)] for column in columns}
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")  # -sig: spreadsheets write a byte order mark
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{file} is not in UTF-8: save it as "CSV UTF-8"') from error
-
-
-#: What may separate the cells of a table.
-_SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
-
-
-def _separator(text: str, columns: Collection[str]) -> str:
-    """The separator by which the first line has the columns; other names in it may contain any character."""
-    first = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0][:100_000]  # within csv's limit of a cell
-
-    def known(separator: str) -> int:
-        names = next(csv.reader([first], delimiter=separator, skipinitialspace=True), [])
-        return sum(name.strip() in columns for name in names)
-
-    return max(_SEPARATORS, key=known)
-
-
-def _rows(file: Path, text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the first line and the cells of each row that is not empty."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
-    line = 1
-    try:
-        for cells in reader:
-            if any(stripped := [cell.strip() for cell in cells]):
-                yield line, stripped
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(
-            f'line {line} of {file}: a quote (") is not closed, or text follows the closing one'
-        ) from error
-
-
-def _has_lines(text: str) -> bool:
-    return "\n" in text or "\r" in text
-
-
-def _composed(label: str) -> str:
-    """Unicode's composed form (NFC): file systems and spreadsheets differ in how they write an accent."""
-    return unicodedata.normalize("NFC", label)
+    return LabelledImages([*paths], [label for _, label in pairs], groups, note, of_no_class)
 
 
 def natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:
@@ -522,11 +341,26 @@ def image_names(names: Iterable[str]) -> tuple[list[str], str]:
     return images, FolderImages([], ignored).note()
 
 
+def kinds_of(files: Iterable[Path]) -> str:
+    """Kinds of files that are no images, with their numbers: "2 AAE files, 1 XMP file"."""
+    kinds = Counter(_kind_of_name(file.name) for file in files)
+    return ", ".join(f"{number} {_in_plural(kind, number)}" for kind, number in kinds.most_common())
+
+
+def is_image(file: Path) -> bool:
+    """Whether a file is an image, by its name or its first bytes."""
+    return _kind(file) is None
+
+
 def class_folders_in(folder: Path) -> tuple[list[Path], str]:
     """Sub-folders of a folder that may be classes, and a sentence about those that are left out, or ""."""
-    found = [entry for entry in folder.iterdir() if entry.is_dir()]
-    ignored = Counter(f"{entry.name} folder" for entry in found if _is_system_folder(entry.name))
-    return [entry for entry in found if not _is_system_folder(entry.name)], FolderImages([], ignored).note()
+    found, ignored = list[Path](), Counter[str]()
+    for entry in filter(Path.is_dir, folder.iterdir()):
+        if kind := _kind_of_folder(entry):
+            ignored[kind] += 1
+        else:
+            found.append(entry)
+    return found, FolderImages([], ignored).note()
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
@@ -544,6 +378,14 @@ def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
                 yield Path(parent, name), _kind(Path(parent, name))
     for error in unreadable:
         yield Path(error.filename), "folder that may not be read"
+
+
+def _kind_of_folder(folder: Path) -> str | None:
+    """None if a sub-folder may be a class, else what to call it."""
+    if _is_system_folder(folder.name):
+        return f"{folder.name} folder"
+    around = Path(os.path.realpath(folder.parent)).is_relative_to(os.path.realpath(folder))
+    return "link to a folder around it" if around else None
 
 
 def _is_junk(name: str) -> bool:
@@ -579,8 +421,11 @@ def _listed(ignored: Counter[str]) -> str:
 
 def _counted(kind: str, number: int) -> str:
     remedy = REMEDIES.get(kind.removesuffix(" file"))
-    words = _PLURALS.get(kind, f"{kind}s") if number > 1 else kind
-    return f"{number} {words}" + (f" ({remedy})" if remedy else "")
+    return f"{number} {_in_plural(kind, number)}" + (f" ({remedy})" if remedy else "")
+
+
+def _in_plural(kind: str, number: int) -> str:
+    return _PLURALS.get(kind, f"{kind}s") if number > 1 else kind
 
 
 #: Plurals of kinds that are not formed by an s at the end.
@@ -588,6 +433,7 @@ _PLURALS = {
     "file without an extension": "files without an extension",
     "image outside the class folders": "images outside the class folders",
     "link to a folder": "links to folders",
+    "link to a folder around it": "links to folders around them",
     "folder that may not be read": "folders that may not be read",
     "pipe, socket or device": "pipes, sockets or devices",
 }

@@ -1,21 +1,23 @@
 """Image formats: one list, for files given by name and for files in folders.
 
-Pillow reads most of them. HEIC is read by pillow-heif where that is installed (the extra ``formats``); it is not
-registered with Pillow, so other code sees no difference.
+Pillow reads most of them. HEIC is read by pillow-heif where that is installed (the extra ``formats``), and TIFF that
+Pillow does not read by tifffile (the extra ``tiff``); they are not registered with Pillow, so other code sees no
+difference.
 """
 
 from __future__ import annotations
 
-from contextlib import ContextDecorator
+import io
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from types import ModuleType
 from typing import BinaryIO
 
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
 from fewshot_mahalanobis.extras import install_command
+from fewshot_mahalanobis.images.metadata import METADATA_IGNORED, lost_tags, without_metadata
+from fewshot_mahalanobis.switches import SwitchedOff
 
 #: Formats that Pillow registers but does not decode: programs, films, containers whose decoder it lacks.
 _UNREADABLE = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
@@ -27,6 +29,8 @@ _BRANDS = {
     **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
     **dict.fromkeys((b"avif", b"avis"), "AVIF"),
 }
+#: What Pillow says of a TIFF with its tags whole: other depths, more than six bands, a plane for each of many.
+_UNREAD_TIFF = ("unknown pixel mode", "samples per pixel", "index out of range")
 _EXPORT = "export them as JPEG"
 _DECODER = f"{install_command('formats')}, or {_EXPORT}"
 #: Extension, in capitals and without its dot -> what to do if images of this kind cannot be read.
@@ -34,38 +38,11 @@ REMEDIES = {
     **dict.fromkeys(("HEIC", "HEIF", "HIF", "AVIF"), _DECODER),
     **dict.fromkeys(("ARW", "CR2", "CR3", "DNG", "NEF", "ORF", "RAF", "RW2", "JXL", "EPS", "PS", "SVG"), _EXPORT),
 }
-
-
-class _WholeFiles(ContextDecorator):
-    """While any thread is in this context, Pillow refuses files that are cut short or damaged.
-
-    Pillow decodes what it can of them if other code has set ``ImageFile.LOAD_TRUNCATED_IMAGES``, which holds for the
-    whole process; it takes no such setting for one image. What was set returns when the last thread has left. Meanwhile
-    it is not in force for other code either.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._entered = 0
-        self._set_by_others = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._entered:
-                self._set_by_others = False
-            if ImageFile.LOAD_TRUNCATED_IMAGES:
-                self._set_by_others, ImageFile.LOAD_TRUNCATED_IMAGES = True, False
-            self._entered += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._entered -= 1
-            if not self._entered and self._set_by_others:
-                ImageFile.LOAD_TRUNCATED_IMAGES = True
-
-
-#: Context and decorator of all decoding.
-whole_files = _WholeFiles()
+#: What to do about a TIFF of which Pillow does not read all.
+TIFF_REMEDY = f"{install_command('tiff')}, or read it yourself and pass the array"
+#: Context and decorator of all decoding. Other code may have set this switch, with which Pillow decodes what it can of
+#: files that are cut short or damaged; in the context it refuses them.
+whole_files = SwitchedOff(ImageFile, "LOAD_TRUNCATED_IMAGES")
 
 
 @cache
@@ -89,33 +66,63 @@ def starts_as_image(file: Path) -> bool:
         return False
 
 
-def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
-    """Open a binary image file that can seek. Its contents tell its format. Only HEIC is decoded at once.
+def open_image(file: BinaryIO, max_pixels: int, remarks: list[str]) -> Image.Image:
+    """Open a binary image file that can seek. Its contents tell its format, and no pixels are decoded.
+
+    A file that Pillow does not open for its metadata is opened without them, and a remark is added.
 
     PIL.UnidentifiedImageError if it is no image or needs a decoder that is not installed, which the message names;
     PIL.Image.DecompressionBombError if it is HEIC of more than ``max_pixels`` or Pillow refuses its size; errors of
     many types if it is damaged.
     """
     try:
-        return Image.open(file)
+        return _opened_softly(file, remarks)
     except UnidentifiedImageError as error:
         name = _media_format(file)
         decoder = heif_decoder()
         if name == "HEIC" and decoder is not None:
-            heif = decoder.open_heif(file)
-            width, height = heif.size
-            if width * height > max_pixels:
-                raise Image.DecompressionBombError(f"{width} x {height}.") from None
-            image: Image.Image = heif.to_pillow()
+            image: Image.Image = decoder.HeifImageFile(file)
+            if image.width * image.height > max_pixels:
+                raise Image.DecompressionBombError(f"{image.width} x {image.height}.") from None
             return image
-        if name is None and _starts_as_tiff(file):
+        if name is None and is_unread_tiff(file):
             raise UnidentifiedImageError(
-                "it cannot be decoded: a damaged TIFF, or one that Pillow does not read, such as colours in floats. "
-                "Convert it to 8 bits a colour, or read it with tifffile and pass the array"
+                f"a TIFF that Pillow does not read, of many bands or colours in floats: {TIFF_REMEDY}"
             ) from error
+        if name is None and _starts_as_tiff(file):
+            raise UnidentifiedImageError("it cannot be decoded, is it damaged? It begins as a TIFF") from error
         if name is None:
             raise UnidentifiedImageError("not an image file of a known format") from error
         raise UnidentifiedImageError(f"{name} images need a decoder: {REMEDIES[name]}") from error
+
+
+def _opened_softly(file: BinaryIO, remarks: list[str]) -> Image.Image:
+    try:
+        image = Image.open(file)
+        if image.format != "TIFF" or not lost_tags(file, image):
+            return image
+        failed: Exception = ValueError("its tags are damaged")
+    except (Image.DecompressionBombError, MemoryError):
+        raise
+    except Exception as error:
+        failed = error
+    for pixels in without_metadata(file):
+        try:
+            image = Image.open(io.BytesIO(pixels))
+        except Exception:
+            continue
+        remarks.append(METADATA_IGNORED)
+        return image
+    raise failed
+
+
+def tiff_decoder() -> ModuleType | None:
+    """``tifffile`` if it is installed."""
+    try:
+        import tifffile
+    except ImportError:
+        return None
+    return tifffile
 
 
 def heif_decoder() -> ModuleType | None:
@@ -138,6 +145,19 @@ def _media_format(file: BinaryIO) -> str | None:
     start = file.read(12)
     file.seek(0)
     return _BRANDS.get(start[8:12]) if start[4:8] == b"ftyp" else None
+
+
+def is_unread_tiff(file: BinaryIO) -> bool:
+    """Whether a file is a TIFF with its tags whole, of a kind that Pillow does not read."""
+    if not _starts_as_tiff(file):
+        return False
+    try:
+        TiffImagePlugin.TiffImageFile(file)
+    except Exception as error:
+        return any(text in str(error) for text in _UNREAD_TIFF)
+    finally:
+        file.seek(0)
+    return False
 
 
 def _starts_as_tiff(file: BinaryIO) -> bool:

@@ -9,7 +9,7 @@ gives a range. A camera of 12 bits that writes its values into a file of 16 bits
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from fewshot_mahalanobis.images.errors import ImageError
 _ROUNDING = 1e-6
 #: TIFF tags.
 _BITS, _PHOTOMETRIC, _MIN, _MAX, _SIGNED_MIN, _SIGNED_MAX = 258, 262, 280, 281, 340, 341
-#: What numbers are called in messages, by the value that is white if nothing says it.
+#: What numbers are called in messages, by the value that is white by default.
 _KINDS = {255: "8-bit array", 65535: "16-bit image", 1: "float image"}
 
 
@@ -35,7 +35,7 @@ class ValueRange(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Smallest and largest value of an image whose range nothing says."""
+    """Smallest and largest value of an image without a declared value range."""
 
     white: float  # what was taken for white: 255, 65535 or 1
     low: float
@@ -61,18 +61,27 @@ def declared_range(image: Image.Image) -> ValueRange | None:
     """The range that the file of a grey image of more than 8 bits states, or None. Before its pixels are loaded."""
     tags = getattr(image, "tag_v2", None)
     if tags is not None:
-        white = tags.get(_SIGNED_MAX, tags.get(_MAX))
-        black = tags.get(_SIGNED_MIN, tags.get(_MIN, 0))
-        bits = tags.get(_BITS, (16,))[0]
-        white, black = (number[0] if isinstance(number, tuple) and number else number for number in (white, black))
-        full = image.mode == "F" or white is None or white >= 65535
-        if not full and black < white:
-            return ValueRange(float(black), float(white))
-        return ValueRange(0, 2**bits - 1) if 8 < bits < 16 else None
+        return range_of_tags(tags, image.mode == "F")
     tile = getattr(image, "tile", None)
     if image.format == "PPM" and tile and tile[0][0].startswith("ppm") and tile[0][3][-1] < 65535:
         return ValueRange(0, 65535)  # Pillow has scaled it
     return None
+
+
+def range_of_tags(tags: Mapping[int, Any], of_floats: bool) -> ValueRange | None:
+    """The range that the tags of a TIFF of more than 8 bits state, or None."""
+    white, black, bits = (
+        number[0] if isinstance(number, tuple) and number else number
+        for number in (
+            tags.get(_SIGNED_MAX, tags.get(_MAX)),
+            tags.get(_SIGNED_MIN, tags.get(_MIN, 0)),
+            tags.get(_BITS, 16),
+        )
+    )
+    full = of_floats or white is None or white >= 65535
+    if not full and black < white:
+        return ValueRange(float(black), float(white))
+    return ValueRange(0, 2**bits - 1) if 8 < bits < 16 else None
 
 
 def significant_bits(image: Image.Image) -> int | None:
@@ -146,6 +155,26 @@ def sixteen_to_eight_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
             "value_range"
         )
     return to_eight_bits(values, ValueRange(0, 65535))
+
+
+def eight_bits(values: NDArray[Any], known: ValueRange | None) -> tuple[NDArray[np.uint8], Span | None]:
+    """Values of a file as 0 to 255, by their range if it is known; else by that of their type, and their span."""
+    if values.dtype == np.uint8:
+        return values, None
+    if values.dtype.kind == "b":
+        return values * np.uint8(255), None
+    if known is not None:
+        return to_eight_bits(values, known), None
+    if values.dtype.kind == "f":
+        return unit_to_eight_bits(values), span_of(values, 1)
+    return sixteen_to_eight_bits(values), span_of(values, 65535)
+
+
+def joined_spans(spans: Sequence[Span]) -> Span | None:
+    """The span of several pages of one image."""
+    if not spans:
+        return None
+    return Span(spans[0].white, min(span.low for span in spans), max(span.high for span in spans))
 
 
 def span_of(values: NDArray[Any], white: float) -> Span:

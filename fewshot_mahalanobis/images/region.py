@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.plain import quoted
 
 __all__ = ["Region"]
 
@@ -70,9 +71,13 @@ class Region:
         numbers = [*box] if isinstance(box, Iterable) and not isinstance(box, str | bytes) else [box]
         numbers = [number.item() if hasattr(number, "item") else number for number in numbers]
         if len(numbers) != 4 or not all(map(_is_number, numbers)):
-            raise ValueError(f"a box is four finite numbers (x, y, width, height), got {self.box!r}{self._of_image()}")
+            raise ValueError(
+                f"a box is four finite numbers (x, y, width, height), got {quoted(self.box)}{self._of_image()}"
+            )
         if not _is_number(self.margin) or self.margin < 0:
-            raise ValueError(f"margin must be a finite number of at least 0, got {self.margin!r}{self._of_image()}")
+            raise ValueError(
+                f"margin must be a finite number of at least 0, got {quoted(self.margin)}{self._of_image()}"
+            )
         object.__setattr__(self, "box", tuple(numbers))
 
     def __str__(self) -> str:

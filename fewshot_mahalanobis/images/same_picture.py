@@ -177,7 +177,7 @@ def _moved(b: Tensor, placed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _coordinates(side: int) -> Tensor:
-    """Of the middles of pixels, from -1 to 1."""
+    """Pixel centres, from -1 to 1."""
     return (torch.arange(side, dtype=torch.float32, device="cpu") + 0.5) * (2 / side) - 1
 
 

@@ -2,18 +2,107 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fewshot_mahalanobis.images.boxes import is_box_file, read_boxes
-from fewshot_mahalanobis.images.folders import LabelledImages, find_class_images, is_table, read_labels
+from fewshot_mahalanobis.images.boxes import Boxes, is_box_file, read_boxes
+from fewshot_mahalanobis.images.folders import LabelledImages, find_class_images, find_images, read_labels
 from fewshot_mahalanobis.images.region import Region
+from fewshot_mahalanobis.images.tables import check_some_exist, groups_of_rows, is_table, located, table_rows
 
-__all__ = ["read_sources"]
+__all__ = ["Pictures", "find_pictures", "read_sources"]
 
 #: So many corrections are listed one by one.
 _MOST_LISTED = 5
+
+
+class Pictures(NamedTuple):
+    """Pictures to classify.
+
+    Parameters
+    ----------
+    images : list of Path or Region
+    boxes : list of Boxes
+        The files of boxes among the places.
+    notes : list of str
+        What was left out.
+    groups : list of str or None
+        What each image belongs to, where a column says it.
+    """
+
+    images: list[Path | Region]
+    boxes: list[Boxes]
+    notes: list[str]
+    groups: list[str] | None
+
+
+def find_pictures(
+    places: Sequence[Path],
+    *,
+    image_folder: Path | None = None,
+    margin: float = 0.0,
+    min_confidence: float = 0.0,
+    category: str | None = None,
+    group_column: str | None = None,
+) -> Pictures:
+    """Find the pictures of folders, image files, tables with a column "path", and files of boxes.
+
+    Parameters
+    ----------
+    places : sequence of Path
+    image_folder : Path, optional
+        Where relative paths in tables and files of boxes start; by default the folder of each file.
+    margin, min_confidence, category
+        As for :func:`~fewshot_mahalanobis.images.boxes.read_boxes`.
+    group_column : str, optional
+        Column of the groups, which every place must have.
+
+    Raises
+    ------
+    FileNotFoundError
+        A place is absent.
+    ValueError
+        A place has no picture or cannot be read, or an argument is for places of another kind. The message names it.
+    """
+    images, boxes, notes, groups = list[Path | Region](), list[Boxes](), list[str](), list[str]()
+    tables = 0
+    for place in places:
+        if group_column is not None and not (is_table(place) and place.is_file()):
+            raise ValueError(
+                f"{place} has no columns, and pictures are to be grouped by the column {group_column}: give a table "
+                f"with path and {group_column}"
+            )
+        if is_box_file(place):
+            of_file = {"min_confidence": min_confidence, "category": category, "group_column": group_column}
+            boxes.append(read_boxes(place, image_folder=image_folder, margin=margin, **of_file))  # type: ignore[arg-type]
+            images += boxes[-1].regions
+            groups += boxes[-1].groups or []
+            notes += [boxes[-1].note] * bool(boxes[-1].note)
+        elif is_table(place) and place.is_file():
+            tables += 1
+            rows = [*table_rows(place, ("path", *(() if group_column is None else (group_column,))))]
+            for line, cells in rows:
+                if not cells["path"]:
+                    raise ValueError(f"line {line} of {place} lacks a path")
+            paths = [located(image_folder or place.parent, cells["path"]) for _, cells in rows]
+            if not paths:
+                raise ValueError(f"{place} lists no image")
+            check_some_exist(place, paths)
+            images += paths
+            groups += [] if group_column is None else groups_of_rows(place, rows, group_column)
+        else:
+            found = find_images(place)
+            images += found.paths
+            notes += [f"{place}: {found.note()}"] * bool(found.note())
+    options: dict[str, Any] = {"margin": margin, "min_confidence": min_confidence, "category": category}
+    if not tables:
+        options = {"image_folder": image_folder, **options}
+    if not boxes and any(options.values()):
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name, value in options.items() if value)
+        raise ValueError(f"{listed}: for files of boxes, and there is none")
+    return Pictures(images, boxes, notes, None if group_column is None else groups)
 
 
 class _Entry(NamedTuple):
@@ -44,9 +133,10 @@ def read_sources(
     image_folder : Path, optional
         Where relative paths in tables and files of boxes start; by default the folder of each file.
     margin : float
-        Of every box.
+        Margin of every box.
     rows : {"checked", "sure", "all"}
-        What counts in a table that ``predict`` wrote: see :func:`~fewshot_mahalanobis.images.folders.rows_of_labels`.
+        What counts in a table that ``predict`` wrote, as for
+        :func:`~fewshot_mahalanobis.support_set.answers.labels_of_answers`.
     group_column : str, optional
         Column of the groups, which every source must have.
     at_least : int
@@ -66,9 +156,10 @@ def read_sources(
         A source cannot be read, or an argument is for sources of another kind. The message names it.
     """
     _check_kinds(sources, image_folder, margin)
-    entries, notes = list[_Entry](), list[str]()
+    entries, notes, of_no_class = list[_Entry](), list[str](), frozenset[str]()
     for source in sources:
         read = _read(source, image_folder, margin, rows, group_column, at_least if len(sources) == 1 else 1)
+        of_no_class |= read.of_no_class
         group_names = read.groups or [""] * len(read.images)
         new = [_Entry(*row, _place(row[0])) for row in zip(read.images, read.labels, group_names, strict=True)]
         labels = {entry.place: entry.label for entry in new}
@@ -76,11 +167,12 @@ def read_sources(
         notes += [f"{source}: {note}" for note in (read.note, _corrections(corrected, labels)) if note]
         entries = [entry for entry in entries if entry.place not in labels] + new
     groups = None if group_column is None else [entry.group for entry in entries]
-    return LabelledImages([entry.image for entry in entries], [entry.label for entry in entries], groups), notes
+    images, labels_of_images = [entry.image for entry in entries], [entry.label for entry in entries]
+    return LabelledImages(images, labels_of_images, groups, of_no_class=of_no_class), notes
 
 
 def _check_kinds(sources: Sequence[Path], image_folder: Path | None, margin: float) -> None:
-    """ValueError if an argument is for a kind of source that there is none of."""
+    """ValueError if an argument is for a kind of source of which there is none."""
     listed, has = ", ".join(map(str, sources)), "has" if len(sources) == 1 else "have"
     if margin and not any(map(is_box_file, sources)):
         raise ValueError(f"--margin is for boxes, and {listed} {has} none")
@@ -101,7 +193,7 @@ def _read(
         boxes = read_boxes(source, image_folder=image_folder, margin=margin, rows=rows, group_column=group_column)
         if boxes.labels is None:
             raise ValueError(f"{source} has boxes without labels: give a table with a column label, or a COCO file")
-        return LabelledImages([*boxes.regions], boxes.labels, boxes.groups, boxes.note)
+        return LabelledImages([*boxes.regions], boxes.labels, boxes.groups, boxes.note, boxes.of_no_class)
     if is_table(source):
         return read_labels(source, image_folder, rows=rows, group_column=group_column)
     if source.suffix == ".safetensors" and source.is_file():
@@ -112,8 +204,8 @@ def _read(
 
 def _place(image: Path | Region) -> Any:
     if isinstance(image, Region):
-        return Path(image.image).resolve(), image.box, image.normalized
-    return image.resolve()
+        return os.path.realpath(image.image), image.box, image.normalized
+    return os.path.realpath(image)
 
 
 def _corrections(corrected: Sequence[_Entry], labels: dict[Any, str]) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
+from fewshot_mahalanobis.switches import SwitchedOff
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -109,20 +109,17 @@ def native_bfloat16(device: torch.device) -> bool:
     return any(getattr(torch.cpu, question, lambda: False)() for question in questions)
 
 
-@contextmanager
-def without_cudnn(device: torch.device) -> Iterator[None]:
+_CUDNN_OFF = SwitchedOff(torch.backends.cudnn, "enabled")
+
+
+def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
     """On a GPU, compute the convolutions of this block, and of its backward pass, by PyTorch's own kernels.
 
     cuDNN plans each convolution anew for another number of images, which takes seconds for a network of depthwise and
-    1 x 1 convolutions. These need nothing of cuDNN (benchmarks/results/speed.md).
+    1 x 1 convolutions. These need nothing of cuDNN (benchmarks/results/speed.md). PyTorch has no such setting for one
+    convolution and its backward pass, so it holds for the process while any thread is in such a block.
     """
-    before = torch.backends.cudnn.enabled
-    if device.type == "cuda":
-        torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
+    return _CUDNN_OFF if device.type == "cuda" else nullcontext()
 
 
 def on_cpu(value: Any) -> Any:

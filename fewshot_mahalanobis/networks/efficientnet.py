@@ -172,8 +172,8 @@ class EfficientNet(FrozenNetwork):
         BatchNorms that FiLM follows; none by default. None stands for the stem's, each block's depthwise one and the
         head's (Bronskill et al., NeurIPS 2021).
     pooling : sequence of Statistic
-        How features are made of the 1280 final maps and the last block's 320, which tell kinds apart that ImageNet
-        does not. By default they are the means of the final maps, as the network was trained.
+        How features are made of the 1280 final maps and the last block's 320, which separate categories that
+        ImageNet does not label. By default they are the means of the final maps, as the network was trained.
     length : float, optional
         Euclidean length to which every feature vector is brought; by default it keeps its own.
     frozen_pooling : sequence of Statistic, optional
@@ -217,10 +217,10 @@ class EfficientNet(FrozenNetwork):
 
         ImportError if the package is absent, ValueError if its file differs.
         """
-        return cls.of_weights(lite0_weights(), LITE0, *arguments, **named)
+        return cls.from_weights(lite0_weights(), LITE0, *arguments, **named)
 
     @classmethod
-    def of_weights(cls, weights: Mapping[str, Tensor], *arguments: Any, **named: Any) -> EfficientNet:
+    def from_weights(cls, weights: Mapping[str, Tensor], *arguments: Any, **named: Any) -> EfficientNet:
         """Make the network with weights that are loaded by position, ignoring names and surplus entries."""
         with torch.device("meta"):  # without initial weights, which would take longer than reading the file
             network = cls(*arguments, **named)
@@ -244,9 +244,8 @@ class EfficientNet(FrozenNetwork):
         """The network with ``frozen_pooling`` for its features; it shares the weights."""
         if self._frozen_pooling is None:
             return self
-        layers, network = copy.copy(self.network), copy.copy(self)
-        layers._modules = self.network._modules | {"pooling": Pooling(self._frozen_pooling)}
-        network._modules = self._modules | {"network": layers}
+        network = copy.deepcopy(self, {id(part): part for part in self.network.children()})  # which are shared
+        network.network.pooling = Pooling(self._frozen_pooling)
         network.out_features = _width(self._frozen_pooling)
         return network
 

@@ -36,6 +36,10 @@ class FeatureExtractor(Protocol):
     def bfloat16_measured(self) -> bool:
         """Whether the effect of bfloat16 on predictions has been measured, and found small."""
 
+    @property
+    def for_set_encoder(self) -> FeatureExtractor:
+        """The frozen network as the set encoder reads it: its features may be other means of the same maps."""
+
     def __call__(self, images: Tensor, film: Film | None = None) -> Tensor:
         """Images (n, 3, s, s) in [-1, 1] -> features (n, d), float32; differentiable with respect to ``film``."""
 
@@ -77,6 +81,11 @@ class FrozenNetwork(nn.Module):
     def train(self: Self, mode: bool = True) -> Self:
         """Stay in evaluation mode."""
         return nn.Module.train(self, False)
+
+    @property
+    def for_set_encoder(self: Self) -> Self:
+        """Itself: the set encoder reads the features."""
+        return self
 
     def prepared(self, images: Tensor) -> Tensor:
         """Images (n, 3, s, s) in [-1, 1] -> what the network reads."""

@@ -1,19 +1,9 @@
-"""Pooling: maps of a network -> features, a few numbers for each map.
+"""Pooling: maps of a network -> features, one mean for each map.
 
-A map (h, w) says where a pattern is, and its mean how much of it there is. Two more statistics of its values x_i say
-whether it is concentrated:
+A map (h, w) says where a pattern is, and its mean how much of it there is. Positions near the middle of the picture may
+count for more, by a Gaussian. And features may be brought to one length, so that their direction alone matters.
 
-    generalised mean    (mean of x_i^p)^(1/p)
-    deviation           sqrt(mean of (x_i - m)^2), m the mean of the x_i
-
-All of them may count positions near the middle of the picture for more, by a Gaussian. And features may be brought to
-one length, so that their direction alone matters.
-
-The generalised mean is the mean for p = 1 and tends to the maximum as p grows, so it counts strong responses for more
-(Radenovic, Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019). It is meant for maps
-that are never negative, as after a ReLU: values below zero count as zero.
-
-All sums are in float32, whatever the type of the maps, and both roots have a finite gradient everywhere.
+All sums are in float32, whatever the type of the maps.
 """
 
 from __future__ import annotations
@@ -26,9 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: Values of a map below this count as this, and so does a deviation: there the roots have a finite gradient.
-_LEAST = 1e-4
-
 
 class Maps(NamedTuple):
     """Maps (n, C, h, w) of a network from which features are made; C differs."""
@@ -38,47 +25,45 @@ class Maps(NamedTuple):
 
 
 class Statistic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of the features: a statistic of each map, times a weight.
+    """One part of the features: the mean of each map, times a weight.
 
     Attributes
     ----------
     maps : {"final", "last_block"}
         Which maps.
-    kind : {"mean", "deviation"}
-    exponent : float
-        p of a generalised mean, above 0 and at most 8, where ``_LEAST``^p would vanish; with 1 it is the mean.
     weight : float
         Factor above 0 and at most 1000, so that all parts of the features can vary alike.
     sigma : float
         Standard deviation of the Gaussian around the middle by which positions are weighted, in halves of the picture's
         side; unset, all count alike.
+    kind, exponent
+        Constants of the file format: a plain mean.
     """
 
     maps: Literal["final", "last_block"]
-    kind: Literal["mean", "deviation"] = "mean"
-    exponent: Annotated[float, msgspec.Meta(gt=0, le=8)] = 1.0
+    kind: Literal["mean"] = "mean"
+    exponent: Annotated[float, msgspec.Meta(ge=1, le=1)] = 1.0
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     sigma: Annotated[float, msgspec.Meta(ge=0.1, le=100)] | msgspec.UnsetType = msgspec.UNSET
 
-    def __call__(self, maps: Maps) -> Tensor:
-        """Maps (n, C, h, w) -> features (n, C), float32."""
-        x: Tensor = getattr(maps, self.maps).float()
-        if self.kind == "deviation":
-            variance = self._mean((x - self._mean(x)[:, :, None, None]).square())
-            return self.weight * variance.clamp(min=_LEAST**2).sqrt()
-        if isinstance(self.exponent, float) and self.exponent == 1:
-            return self.weight * self._mean(x)
-        return self.weight * self._mean(x.clamp(min=_LEAST).pow(self.exponent)).pow(1 / self.exponent)
 
-    def _mean(self, x: Tensor) -> Tensor:
-        """Mean (n, C) over the positions of maps (n, C, h, w)."""
-        if isinstance(self.sigma, msgspec.UnsetType):
-            return x.mean((2, 3))
-        down, across = (_weights(side, self.sigma, x.device) for side in x.shape[2:])
-        return (x * (down[:, None] * across)).sum((2, 3))
+def weighted_mean(
+    x: Tensor, weight: float | Tensor = 1.0, sigma: float | Tensor | msgspec.UnsetType = msgspec.UNSET
+) -> Tensor:
+    """Means of maps (n, C, h, w) as :class:`Statistic` has them -> features (n, C), float32."""
+    x = x.float()
+    if isinstance(sigma, msgspec.UnsetType):
+        return weight * x.mean((2, 3))
+    return weight * (x * position_weights(x.shape[2], x.shape[3], sigma, x.device)).sum((2, 3))
 
 
-def _weights(side: int, sigma: float | Tensor, device: torch.device) -> Tensor:
+def position_weights(height: int, width: int, sigma: float | Tensor, device: torch.device | None = None) -> Tensor:
+    """Weights (h, w) of the positions of a map, of sum 1."""
+    down, across = (_weights(side, sigma, device) for side in (height, width))
+    return down[:, None] * across
+
+
+def _weights(side: int, sigma: float | Tensor, device: torch.device | None) -> Tensor:
     """Weights (side,) of the rows or columns of a map by their distance from the middle, of sum 1."""
     from_middle = torch.arange(1 - side, side, 2, dtype=torch.float32, device=device) / max(side - 1, 1)
     return torch.softmax(-from_middle.square() / (2 * sigma**2), 0)
@@ -93,7 +78,7 @@ def read_statistics(pooling: Sequence[Mapping[str, Any]]) -> tuple[Statistic, ..
 
 
 class Pooling(nn.Module):
-    """Maps of a network -> features (n, d): one statistic beside the other.
+    """Maps of a network -> features (n, d): the means of one part beside those of the other.
 
     Parameters
     ----------
@@ -109,12 +94,13 @@ class Pooling(nn.Module):
 
     def forward(self, maps: Maps) -> Tensor:
         """Maps (n, C, h, w) -> features (n, d), float32."""
-        features = torch.cat([statistic(maps) for statistic in self.current_statistics()], dim=1)
+        parts = [getattr(maps, statistic.maps) for statistic in self.statistics]
+        features = torch.cat([weighted_mean(*part) for part in zip(parts, *self.numbers(), strict=True)], dim=1)
         return features if self.length is None else self.length * F.normalize(features)
 
-    def current_statistics(self) -> Sequence[Statistic]:
-        """The statistics as they are applied."""
-        return self.statistics
+    def numbers(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Weight and sigma of each statistic."""
+        return [s.weight for s in self.statistics], [s.sigma for s in self.statistics]
 
 
 class Poolings(nn.ModuleList):

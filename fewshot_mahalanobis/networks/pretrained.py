@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from fewshot_mahalanobis.networks.pooling import Statistic
 
 #: Sides of images, in pixels, above which a size that nobody asked for deserves a warning.
 _LARGE = 300
+#: Seconds that the Hub has to answer.
+_PATIENCE = 10.0
 
 
 def pretrained_extractor(
@@ -115,6 +119,14 @@ def timm_network(name: str, image_size: int | None, *, pretrained: bool) -> Any:
             _check_connection(name.removeprefix("hf-hub:"), "config.json")
         with torch.random.fork_rng(devices=[]):  # for initial weights, soon replaced
             return timm.create_model(name, pretrained=pretrained, num_classes=0, **size).float()
+    except ConnectionError as error:
+        import huggingface_hub
+
+        raise ValueError(
+            f"timm could not make {name!r}: {error}. For a machine without a connection, copy the folder "
+            f"'models--timm--{name}' from the cache of another machine to {huggingface_hub.constants.HF_HUB_CACHE} "
+            "(HF_HUB_CACHE names another folder)"
+        ) from error
     except Exception as error:  # timm lets those of its transports through
         raise ValueError(
             f"timm could not make {name!r}: {error}. timm.list_models(pretrained=True) lists the names; weights are "
@@ -131,18 +143,31 @@ def _timm() -> Any:
 
 
 def _check_connection(repository: str, *files: str | None) -> None:
-    """Ask the Hub once whether it answers, unless one of the files is in its cache.
+    """Raise ConnectionError unless the Hub answers soon, or one of the files is in its cache.
 
-    timm's own requests repeat for most of a minute where there is no network.
+    timm's own requests repeat for most of a minute where there is no network. Behind a firewall that answers nothing,
+    each of the Hub's addresses would be waited for in turn.
     """
     import huggingface_hub
 
     cached = (huggingface_hub.try_to_load_from_cache(repository, file) for file in files if file)
     if any(isinstance(path, str) for path in cached):
         return
+    answer = SimpleQueue[Exception | None]()
+
+    def ask() -> None:
+        try:
+            huggingface_hub.HfApi().model_info(repository, timeout=_PATIENCE)
+            answer.put(None)
+        except Exception as error:
+            answer.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
     try:
-        huggingface_hub.HfApi().model_info(repository, timeout=10)
-    except huggingface_hub.errors.HfHubHTTPError:
-        raise  # it answers, and says why not
-    except Exception as error:  # the transport's, which varies
-        raise ConnectionError(f"no connection to {huggingface_hub.constants.ENDPOINT} ({error})") from error
+        problem = answer.get(timeout=_PATIENCE)
+    except Empty:
+        problem = TimeoutError(f"no answer in {_PATIENCE:g} s")
+    if isinstance(problem, huggingface_hub.errors.HfHubHTTPError):
+        raise problem  # it answers, and says why not
+    if problem is not None:  # the transport's, which varies
+        raise ConnectionError(f"no connection to {huggingface_hub.constants.ENDPOINT} ({problem})") from problem

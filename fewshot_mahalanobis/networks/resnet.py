@@ -88,6 +88,11 @@ class FilmResNet18(nn.Module):
             for norm in (1, 2)
         }
 
+    @property
+    def for_set_encoder(self) -> FilmResNet18:
+        """Itself: the set encoder reads the features."""
+        return self
+
     def stem(self, images: Tensor) -> Tensor:
         """Images (n, 3, h, w) -> the maps (n, 64, h', w') that enter the first residual layer."""
         return F.relu_(self.bn1(self.conv1(images)))

@@ -33,8 +33,9 @@ Result = TypeVar("Result")
 TASK_FEATURES = 64
 #: Larger batches on a CPU make every layer allocate fresh, zeroed pages.
 MAX_CPU_BATCH = 16
-#: Most entries of a layer's maps that are kept in place of the smaller images: 512 images of 64 x 64 pixels in layer 1.
-MAX_KEPT = 2**25
+#: Most entries of a layer's maps that are kept in place of the smaller images, 34 MB: 128 images of 64 x 64 pixels in
+#: layer 1.
+MAX_KEPT = 2**23
 
 
 class SetEncoder(nn.Module):
@@ -182,8 +183,8 @@ class _ColumnMoments(torch.autograd.Function):
         if y.device.type == "cpu":
             # The first half of BatchNorm, on h rows of w c entries: it reads the maps twice and writes none.
             zeros = torch.zeros(columns[0, 0].numel(), dtype=dtype, device="cpu")
-            of_images = [torch.batch_norm_update_stats(rows, zeros, zeros, 0.0) for rows in columns.flatten(2)]
-            means, variances = (torch.stack(part).unflatten(1, columns.shape[2:]) for part in zip(*of_images))
+            moments = [torch.batch_norm_update_stats(rows, zeros, zeros, 0.0) for rows in columns.flatten(2)]
+            means, variances = (torch.stack(part).unflatten(1, columns.shape[2:]) for part in zip(*moments))
         else:
             variances, means = torch.var_mean(columns.to(dtype), dim=1, correction=0)
         ctx.save_for_backward(y, means)

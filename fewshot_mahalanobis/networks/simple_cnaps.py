@@ -44,6 +44,7 @@ from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.set_encoder import TASK_FEATURES, SetEncoder, in_batches, mean_over_set
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask, SupportBatches, check_episode
+from fewshot_mahalanobis.plain import plain
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
@@ -139,8 +140,9 @@ class SimpleCNAPS(nn.Module):
             self.config["frozen_features"] = True
         if backbone is not None:
             self.config["backbone"] = backbone.description
+        self.config = plain(self.config)
         _check_settings(self.config, backbone)
-        self.image_size = image_size
+        self.image_size = self.config["image_size"]
         self.feature_extractor: FeatureExtractor = (
             FilmResNet18().requires_grad_(False).eval() if backbone is None else backbone
         )
@@ -148,7 +150,7 @@ class SimpleCNAPS(nn.Module):
         self.set_encoder = SetEncoder() if generator is not None else None
         self.feature_encoder: nn.Linear | None = None
         if frozen_features:
-            width = 2 * for_set_encoder(self.feature_extractor).out_features
+            width = 2 * self.feature_extractor.for_set_encoder.out_features
             self.feature_encoder = nn.Linear(width, TASK_FEATURES, bias=False)
             nn.init.zeros_(self.feature_encoder.weight)  # training starts from the set encoder alone
         self.film_generator: FilmGenerator | None = None
@@ -184,7 +186,7 @@ class SimpleCNAPS(nn.Module):
         # New parameters over the same memory: moving one model does not move the other.
         shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters()}
         model = copy.deepcopy(self, shared | {id(buffer): buffer for buffer in self.buffers()})
-        model.image_size = model.config["image_size"] = image_size
+        model.image_size = model.config["image_size"] = plain(image_size)
         return model
 
     # ---------------------------------------------------------------- the method
@@ -394,7 +396,7 @@ class SimpleCNAPS(nn.Module):
         repo_id : str
             ``"user/repo"``; made if it is absent.
         private : bool, optional
-            Of a new repository; default: the account's setting.
+            Visibility of a new repository; default: the account's setting.
         token : str or bool, optional
             With write permission; default: that of ``hf auth login``.
 
@@ -462,21 +464,19 @@ def _task_representation(model: SimpleCNAPS, batches: Iterable[Tensor]) -> Tenso
     """Task representation z = g_phi(S), shape (64,); each batch of the support set is read once."""
     assert model.set_encoder is not None
     small, frozen, network = list[Tensor](), list[Tensor](), None
-    if model.feature_encoder is not None:
-        bfloat16 = torch.is_autocast_enabled(device_of(model).type)
-        frozen_network = for_set_encoder(model.feature_extractor)
-        network = AdaptedNetwork(frozen_network, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     for images in batches:
-        if network is not None:
+        if model.feature_encoder is not None:
+            network = network or _frozen_network(model, images)
             frozen.append(network.features(images, len(images)))
         small.append(_resized(images, model.config.get("encoder_size")))
     z: Tensor = model.set_encoder(small)
     return z if model.feature_encoder is None else z + _encoded_features(model.feature_encoder, torch.cat(frozen))
 
 
-def for_set_encoder(extractor: FeatureExtractor) -> FeatureExtractor:
-    """The frozen network as the set encoder reads it: its features may be other statistics of the same maps."""
-    return extractor.for_set_encoder if isinstance(extractor, EfficientNet) else extractor
+def _frozen_network(model: SimpleCNAPS, images: Tensor) -> AdaptedNetwork:
+    """The network as pretrained, as the set encoder reads it, for a support set that begins with these images."""
+    dtype = torch.bfloat16 if torch.is_autocast_enabled(device_of(model).type) else torch.float32
+    return AdaptedNetwork(model.feature_extractor.for_set_encoder, dtype=dtype, pixels=images[:, 0].numel())
 
 
 def _resized(images: Tensor, side: int | None) -> Tensor:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from fewshot_mahalanobis import __version__
+from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.devices import device_of, without_cudnn
 from fewshot_mahalanobis.networks.efficientnet import EfficientNet
+from fewshot_mahalanobis.networks.engine import ONNX_RUNTIME, PYTORCH, OnnxRuntime, choose_engine, engine_version
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.set_encoder import in_batches
@@ -35,11 +39,15 @@ class AdaptedNetwork:
         Precision of the convolutions.
     projection : nn.Module, optional
         Learned projection of the features (the "+P" variant).
+    pixels : int, optional
+        How many pixels of images it is for, if that is known.
 
     Attributes
     ----------
     film, dtype
         The arguments.
+    engine : str
+        What computes the features of images on this device: "ONNX Runtime" or "PyTorch".
     device : torch.device
         That of the extractor, to which images are moved.
     out_features : int
@@ -52,6 +60,7 @@ class AdaptedNetwork:
         film: Film | None = None,
         dtype: torch.dtype = torch.float32,
         projection: nn.Module | None = None,
+        pixels: int | None = None,
     ) -> None:
         self.film = film
         self.dtype = dtype
@@ -59,6 +68,8 @@ class AdaptedNetwork:
         self.out_features = extractor.out_features
         with self._own_precision():
             self.extractor = extractor.for_inference(film, dtype)
+        self.engine = choose_engine(self.extractor, self.device, dtype, pixels)
+        self._run = OnnxRuntime(self.extractor) if self.engine == ONNX_RUNTIME else self.extractor
         self.projection = projection
         self._without_cudnn = isinstance(extractor, EfficientNet)
 
@@ -76,14 +87,34 @@ class AdaptedNetwork:
             return torch.empty(0, self.out_features, dtype=torch.float32, device=self.device)
         if self.device.type != "cpu":
             return torch.cat([self._extracted(batch) for batch in images.split(batch_size)])
-        most = getattr(self.extractor, "cpu_pixels", MAX_CPU_PIXELS) // images[0, 0].numel()
+        most = getattr(self._run, "cpu_pixels", MAX_CPU_PIXELS) // images[0, 0].numel()
         return torch.cat(map_in_threads(self._extracted, _equal_batches(images, max(1, min(batch_size, most)))))
 
     def _extracted(self, images: Tensor) -> Tensor:
-        images = channels_last(images.to(self.device, self.dtype))
+        images = images.to(self.device, self.dtype)
+        if self.engine == PYTORCH:
+            images = channels_last(images)
         with self._own_precision(), without_cudnn(self.device) if self._without_cudnn else nullcontext():
-            features: Tensor = self.extractor(images)
+            features: Tensor = self._run(images)
         return features
+
+    def fingerprint(self) -> bytes | None:
+        """Digest of everything that features depend on beside the images; None for a module of the user's own code.
+
+        That is the folded weights, structure, precision, kind of device, engine, and the versions of the code.
+        """
+        if isinstance(self.extractor, Backbone) and self.extractor.origin is None:
+            return None
+        if not type(self.extractor).__module__.startswith(__package__.partition(".")[0]):
+            return None
+        code = __version__, str(self.dtype), self.device.type, engine_version(self.engine)
+        digest = hashlib.sha256(repr(code).encode())
+        for module in (self.extractor,) if self.projection is None else (self.extractor, self.projection):
+            digest.update(repr(module).encode())
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.digest()
 
     def _own_precision(self) -> torch.autocast:
         """Leave the caller's autocast: a network that needs its own enters it."""

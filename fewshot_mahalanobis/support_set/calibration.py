@@ -8,7 +8,7 @@ probabilities (``gaussians/temperature.py``), and for the threshold of rejection
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -32,6 +32,7 @@ def calibrate(
     false_rejection_rate: float,
     reject: bool,
     similarities: Sequence[Similarity] = (),
+    negatives: Mapping[str, Tensor] | None = None,
 ) -> tuple[float, OutlierScore | None]:
     """Choose the temperature and, where queries may be rejected, fit the outlier score on a support set.
 
@@ -53,6 +54,8 @@ def calibrate(
         Whether to fit an outlier score.
     similarities : sequence of Similarity
         Terms of the outlier score beside the head's.
+    negatives : mapping of str to Tensor of shape (m, k), optional
+        Logits of left-out examples of no class by each term.
 
     Returns
     -------
@@ -62,9 +65,8 @@ def calibrate(
     Raises
     ------
     ValueError
-        A setting is out of its range, an outlier score is wanted and no class has two groups, or as ``head``.
+        An outlier score is wanted and no class has two groups, or as ``head``.
     """
-    check_settings(temperature, false_rejection_rate)
     weights = left_out_weights(labels, groups).cpu()
     counted = weights > 0  # an example whose class has others outside its group
     if reject and not counted.any():
@@ -85,18 +87,25 @@ def calibrate(
     left_out_labels = labels_on_cpu[counted]
     left_out_groups = None if groups_on_cpu is None else groups_on_cpu[counted]
     if isinstance(temperature, str):
-        # Shrink only the class-specific part of the distance: a mean closer to its examples does not change the rest.
-        with torch.no_grad():
-            common = head.common_distance(support.adapted, labels, groups).cpu().double()[counted]
-        logits = as_far_as_queries(left_out[HEAD], left_out_labels, shrink ** (head.distance_power / 2), common)
+        logits = left_out_logits(head, support.adapted, labels, groups)[counted]
         temperature = fit_temperature(logits, left_out_labels, weights[counted])
     if not reject:
         return float(temperature), None
     if head.distance_power == 2:
         left_out[HEAD] = as_far_as_queries(left_out[HEAD], left_out_labels, shrink, torch.zeros_like(shrink))
     return float(temperature), OutlierScore.fit(
-        left_out, support, labels, false_rejection_rate, left_out_groups, similarities
+        left_out, support, labels, false_rejection_rate, left_out_groups, similarities, negatives
     )
+
+
+def left_out_logits(head: Head[Any], features: Tensor, labels: Tensor, groups: Tensor | None) -> Tensor:
+    """Logits (n, k) of left-out examples, float64 on the CPU, as if they were queries of the head fitted to all."""
+    shrink = left_out_shrinkage(labels.cpu(), None if groups is None else groups.cpu())
+    # Shrink only the class-specific part of the distance: a mean closer to its examples does not change the rest.
+    with torch.no_grad():
+        common = head.common_distance(features, labels, groups).cpu().double()
+    logits = _left_out(head, features, labels, groups)
+    return as_far_as_queries(logits, labels.cpu(), shrink ** (head.distance_power / 2), common)
 
 
 def _left_out(head: Head[Any], features: Tensor, labels: Tensor, groups: Tensor | None) -> Tensor:
@@ -119,12 +128,12 @@ def left_out_shrinkage(labels: Tensor, groups: Tensor | None) -> Tensor:
     """
     if groups is None:
         return 1 - 1 / labels.bincount()[labels].double().square()
-    of_classes, without_groups = effective_counts(labels, groups)
-    return (1 + 1 / of_classes[labels]) / (1 + 1 / without_groups)
+    class_counts, without_groups = effective_counts(labels, groups)
+    return (1 + 1 / class_counts[labels]) / (1 + 1 / without_groups)
 
 
 def check_settings(temperature: float | str, false_rejection_rate: float) -> None:
-    """Raise ValueError unless :func:`calibrate` takes these settings."""
+    """Raise ValueError unless these are settings of :func:`calibrate`."""
     if temperature != "auto" and not (isinstance(temperature, Real) and 0 < temperature < math.inf):
         raise ValueError(f'temperature must be positive and finite, or "auto", got {temperature!r}')
     if not (isinstance(false_rejection_rate, Real) and 0 < false_rejection_rate < 1):

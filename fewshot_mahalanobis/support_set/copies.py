@@ -8,27 +8,44 @@ Pictures are copies where their aligned pixels agree (:mod:`~fewshot_mahalanobis
 where their features are equal. Groups that the user names take precedence.
 
 Copies in different classes contradict each other. They form no group, but are named in a warning.
+
+Pictures that were altered further, turned by degrees or given other colours, are found by their features, as twins. A
+few different pictures are twins by chance, so twins are no copies: they are named nowhere and are examples of their
+own. Only the choice of settings, temperature and threshold leaves them out together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.cluster.hierarchy import linkage
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
+from scipy.spatial.distance import pdist
 from torch import Tensor
+from torch.nn import functional as F
 
-from fewshot_mahalanobis.support_set.warn import warn_caller
+from fewshot_mahalanobis.plain import plain
+from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 
 #: Equal rows of features are copies if so many columns have different values in most different rows.
 _TELLING_COLUMNS = 8
+#: Columns that are looked at in turn until there are as many.
+_COLUMNS = 64
 #: Rounding of a feature that was computed in another batch, relative to the largest of its column.
 _ROUNDING = 1e-5
+
+#: Twins are nearer to each other than this share of the distance to the next of their class. Among 25 pictures of
+#: validation classes 0.1 pairs are so by chance, at 0.9 already 1.1 (benchmarks/results/copies.md).
+_TWIN_SHARE = 0.8
+#: Twins are searched in classes of at most so many examples.
+_MOST_OF_CLASS = 1000
 
 #: Pairs of copies in different classes that a warning names.
 _MOST_NAMED = 5
@@ -50,9 +67,37 @@ def equal_rows(features: Tensor) -> NDArray[np.int64]:
     if len(found) == 0:
         return found.numpy()
     different = x.new_ones(len(x), dtype=torch.bool).index_fill(0, found[:, 1], False)
-    values = (x[different].sort(dim=0).values.diff(dim=0) > _ROUNDING).sum(dim=0) + 1
-    telling = (values > different.sum() / 2).sum() >= _TELLING_COLUMNS
-    return (found.sort(dim=1).values if telling else found[:0]).numpy()
+    telling, rows = 0, x[different]
+    for columns in rows.split(_COLUMNS, dim=1):  # the first are enough, but for counts and categories
+        values = (columns.sort(dim=0).values.diff(dim=0) > _ROUNDING).sum(dim=0) + 1
+        telling += int((values > len(rows) / 2).sum())
+        if telling >= _TELLING_COLUMNS:
+            return found.sort(dim=1).values.numpy()
+    return found[:0].numpy()
+
+
+def near_twins(features: Tensor, labels: Tensor) -> NDArray[np.int64]:
+    """Pairs (p, 2) of examples that are implausibly near for their class, by features (n, d) and labels (n,).
+
+    Examples of a class are joined from the nearest on, by the angle of their features (single linkage). A cluster of at
+    most half the class is one of twins if it came together within 0.8 of the distance to the next example. Its pairs
+    are a chain.
+    """
+    x, codes = F.normalize(features.detach().cpu().double(), dim=1).numpy(), labels.cpu().numpy()
+    pairs: list[tuple[int, int]] = []
+    for code in np.flatnonzero(np.bincount(codes) >= 4):
+        rows = np.flatnonzero(codes == code)
+        if (n := len(rows)) > _MOST_OF_CLASS:
+            continue
+        clusters, heights = [[row] for row in rows.tolist()], [0.0] * n
+        for first, second, height, _ in linkage(pdist(x[rows]), "single").tolist():
+            joining = int(first), int(second)
+            for cluster in joining:
+                if 2 <= len(clusters[cluster]) <= n / 2 and heights[cluster] < _TWIN_SHARE * height:
+                    pairs += pairwise(clusters[cluster])
+            clusters.append([row for cluster in joining for row in clusters[cluster]])
+            heights.append(height)
+    return np.array(sorted({(min(pair), max(pair)) for pair in pairs}), np.int64).reshape(-1, 2)
 
 
 def joined(n: int, pairs: NDArray[np.int64], names: Sequence[Any]) -> Tensor | None:
@@ -73,6 +118,18 @@ def joined(n: int, pairs: NDArray[np.int64], names: Sequence[Any]) -> Tensor | N
     i, j = np.concatenate([pairs, np.array(same, np.int64).reshape(-1, 2)]).T
     number, groups = connected_components(coo_array((np.ones(len(i)), (i, j)), shape=(n, n)), directed=False)
     return None if number == n else torch.from_numpy(groups.astype(np.int64))
+
+
+def distinct(n: int, m: int, pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which of m unlabelled examples are distinct, (m',): no copies of n labelled ones, and of others' copies one.
+
+    Unlabelled examples are numbered from n on in the pairs (p, 2) of copies.
+    """
+    groups = joined(n + m, pairs, [None] * (n + m))
+    if groups is None:
+        return np.arange(m)
+    first = np.sort(np.unique(groups.numpy(), return_index=True)[1])
+    return first[first >= n] - n
 
 
 def chained(groups: Tensor) -> NDArray[np.int64]:
@@ -96,17 +153,37 @@ def checked_groups(groups: Iterable[Any] | None, n: int) -> list[Any]:
     ValueError
         There are more or fewer than n, or one is neither a string nor a number.
     """
-    if groups is None:
+    names = group_names(groups)
+    if names is None:
         return [None] * n
-    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
-        raise ValueError("groups must be a sequence of strings or numbers, one for each example")
-    names = [name.item() if isinstance(name, np.generic) else name for name in groups]
     if len(names) != n:
         raise ValueError(f"{n} examples but {len(names)} groups: give each example a group")
     for i, name in enumerate(names):
         if not isinstance(name, (str, Integral, Real)) or name != name:
             raise ValueError(f"group {i} is {name!r}: name groups by strings or numbers")
     return names
+
+
+def group_names(groups: Iterable[Any] | None) -> list[Any] | None:
+    """Names of groups as a list; ValueError if they are one string, or nothing of several."""
+    if groups is None:
+        return None
+    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
+        raise ValueError("groups must be a sequence of strings or numbers, one for each example")
+    return [plain(name) for name in groups]
+
+
+def group_rows(groups: Iterable[Any], n: int) -> Tensor:
+    """Number of the group of each of n examples, int64 (n,), by their names; ValueError as :func:`checked_groups`."""
+    numbers: dict[Any, int] = {}
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in checked_groups(groups, n)])
+
+
+def group_means(values: Tensor, rows: Tensor) -> Tensor:
+    """Mean (g, ...) of the values (n, ...) of each of g groups, whose numbers are ``rows`` (n,)."""
+    sums = values.new_zeros(int(rows.max()) + 1, *values.shape[1:]).index_add(0, rows.to(values.device), values)
+    counts = rows.bincount().to(sums)
+    return sums / counts.reshape(-1, *[1] * (values.ndim - 1))
 
 
 def number_of_copies(groups: Tensor | None) -> int:

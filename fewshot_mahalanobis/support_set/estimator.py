@@ -1,15 +1,17 @@
 """What the two scikit-learn classifiers share: everything after the features.
 
-fit:      features of the support set (n, d), labels (n,)  ->  FittedHead
-predict:  features of queries (m, d)  ->  logits (m, k)  ->  label of the largest, or the unknown label
+fit:            features of the support set (n, d), labels (n,)  ->  FittedHead
+predict_proba:  features of queries (m, d)  ->  logits (m, k)  ->  probabilities (m, k)
 
-The two lines are ``_fit_head`` and ``predict``.
+The first line is ``_fit_head``; ``predict`` is with each classifier. Threads may share a classifier: each call works on
+a snapshot of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,94 +21,214 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from fewshot_mahalanobis.heads import Head
-from fewshot_mahalanobis.support_set.copies import copies_found, warn_of_contradictions, warn_of_copies
+from fewshot_mahalanobis.plain import plain, snapshot
+from fewshot_mahalanobis.support_set.calibration import check_settings
+from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
+from fewshot_mahalanobis.support_set.copies import (
+    copies_found,
+    distinct,
+    equal_rows,
+    group_means,
+    group_names,
+    group_rows,
+    near_twins,
+    warn_of_contradictions,
+    warn_of_copies,
+)
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
 from fewshot_mahalanobis.support_set.labels import joined_labels, label_array
+from fewshot_mahalanobis.support_set.new_classes import check_proposes, proposed_classes
+from fewshot_mahalanobis.support_set.prediction_sets import largest_surprise, surprises_within
 from fewshot_mahalanobis.support_set.priors import checked_priors
 from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
 from fewshot_mahalanobis.support_set.unknown import Similarity, output_labels
-from fewshot_mahalanobis.support_set.warn import warn_caller
+
+Classifier = TypeVar("Classifier", bound="FittedHeadMixin")
+
+#: Most unlabelled examples that are learned from.
+MAX_UNLABELLED = 2000
 
 
 class FittedHeadMixin(ClassifierMixin):
     """The methods of prediction for a classifier that turns what it is given into features.
 
-    The classifier defines ``_query_features`` and :attr:`fitted_head_`, which it makes by ``_fit_head``. Whatever
-    ``fit`` learns is one record, ``_fitted``, which takes the place of an earlier one in a single step.
+    The classifier defines ``predict``, ``_query_features`` and :attr:`fitted_head_`, which it makes by ``_fit_head``.
+    Whatever ``fit`` learns is one record, ``_fitted``, which takes the place of an earlier one in a single step. Public
+    methods work on a :meth:`_snapshot`; the others are called on one.
     """
 
     #: What ``summary`` calls an example.
     _noun: ClassVar[str] = "example"
     #: Terms of the outlier score beside the head's.
     _similarities: ClassVar[tuple[Similarity, ...]] = ()
+    #: Whether examples that are near for their class are altered copies: in few dimensions they are near by chance.
+    _has_twins: ClassVar[bool] = False
     _fitted: Any
     temperature: float | str
     priors: Any
     unknown_label: Any
     false_rejection_rate: float
 
+    def _snapshot(self: Classifier) -> Classifier:
+        """Copy the fitted classifier, with its settings, so that no other thread changes what a call works on."""
+        check_is_fitted(self)
+        return snapshot(self)
+
     @property
     def fitted_head_(self) -> FittedHead:
-        """The head fitted to the support set."""
-        raise NotImplementedError
+        """The head fitted to the support set, with the threshold of ``false_rejection_rate`` as that is now."""
+        now = copy.copy(self)  # another thread changes neither of the two
+        return cast(FittedHead, now._fitted.fitted_head.at_rate(plain(now.false_rejection_rate)))
 
     def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
         """Check queries and yield their features batch by batch, with those that the outlier score needs if asked."""
         raise NotImplementedError
 
-    def predict(self, X: Any, *, transductive: bool = False) -> NDArray[Any]:
-        """Predict the labels of queries.
+    def _head_and_queries(
+        self, X: Any, method: str, transductive: bool, groups: Iterable[Any] | None, *, for_outliers: bool = False
+    ) -> tuple[FittedHead, Iterable[Features]]:
+        """The head that classifies queries, and their features by batch."""
+        return self._head_for(self._query_features(X, method, for_outliers=for_outliers), transductive, groups)
+
+    def _head_for(
+        self, batches: Iterable[Features], transductive: bool, groups: Iterable[Any] | None = None
+    ) -> tuple[FittedHead, Iterable[Features]]:
+        """The head that classifies these queries, and they; with ``transductive`` it learns from all of them first.
+
+        Queries of one group are one unlabelled example, their mean.
+        """
+        head = self.fitted_head_
+        if not transductive:
+            return head, batches
+        head.head.check_learns_unlabelled()
+        every = [*batches]
+        queries = torch.cat([features.adapted for features in every])
+        if groups is not None:
+            queries = group_means(queries, group_rows(groups, len(queries)))
+        some = queries[self._evenly(len(queries))]
+        copies = equal_rows(torch.cat([head.support.adapted.to(some), some]))
+        return head.with_unlabelled(some[distinct(len(head.labels), len(some), copies)]), every
+
+    def _evenly(self, m: int) -> NDArray[np.int64]:
+        """Which of m unlabelled examples to learn from: all, or as many as there may be, evenly spread."""
+        if m > MAX_UNLABELLED:
+            warn_caller(
+                f"{m} unlabelled {self._noun}s: {MAX_UNLABELLED} of them, evenly spread, are learned from. More would "
+                "hardly change the result"
+            )
+        return np.linspace(0, m - 1, min(m, MAX_UNLABELLED)).round().astype(np.int64)
+
+    def predict_proba(
+        self, X: Any, *, transductive: bool = False, groups: Iterable[Any] | None = None
+    ) -> NDArray[np.float64]:
+        """Probabilities (m, k) of the known classes: the softmax of the logits over T (equation 1 for T = 1).
+
+        With ``priors`` they are those of equal priors, times the priors, divided by their sum: Bayes' rule. Queries of
+        one group share those of their mean logits: ten frames of one animal are one witness, not ten.
+        """
+        return np.exp(self.predict_log_proba(X, transductive=transductive, groups=groups))
+
+    def predict_log_proba(
+        self, X: Any, *, transductive: bool = False, groups: Iterable[Any] | None = None
+    ) -> NDArray[np.float64]:
+        """Logarithms (m, k) of :meth:`predict_proba`, finite where a probability underflows, not where a prior is 0."""
+        groups = group_names(groups)
+        head, batches = self._snapshot()._head_and_queries(X, "predict_proba", transductive, groups)
+        logits = torch.cat([head.logits(features.adapted).cpu() for features in batches])
+        if groups is not None:
+            rows = group_rows(groups, len(logits))
+            logits = group_means(logits, rows)[rows]
+        return head.log_probabilities(logits).numpy()
+
+    def predict_set(self, X: Any, coverage: float = 0.9) -> list[NDArray[Any]]:
+        """The classes that each query may have, so that for most queries the right one is among them.
 
         Parameters
         ----------
         X : m queries
-            As for ``fit``. They are processed and dropped batch by batch.
-        transductive : bool, default=False
-            Classify each query on its own, or after all of them have refined the classes (page "Many queries at once").
+        coverage : float, default=0.9
+            Share of the queries of known classes whose right class is to be among them, in (0, 1). It is promised on
+            average over tasks, from support examples that are left out, copies and groups together; n of them can
+            promise n / (n + 1) at most.
 
         Returns
         -------
-        ndarray of shape (m,)
-            Labels of the type given to ``fit``. A query whose :meth:`outlier_score` is above ``threshold_`` gets
-            ``unknown_label``.
+        list of m ndarrays
+            Labels of classes, the most probable first; at least one, whether or not ``predict`` rejects the query. So
+            where more than ``coverage`` of the labels of ``predict`` are right, as many are among them.
 
         Raises
         ------
         ValueError
-            A query cannot be used. The message names it.
+            ``coverage`` is not between 0 and 1, or the support examples are too few to keep it: the message says what
+            they can.
+
+        References
+        ----------
+        Vovk: Cross-conformal predictors. Annals of Mathematics and Artificial Intelligence 74, 2015.
         """
-        predictions = self._predictions(X, "predict", transductive)
-        indices = torch.cat([prediction.indices for _, prediction in predictions])
-        return self.fitted_head_.output_labels[indices.cpu().numpy()]
+        now = self._snapshot()
+        head = now.fitted_head_
+        limit = largest_surprise(head, coverage)
+        sets = list[NDArray[Any]]()
+        for features in now._query_features(X, "predict_set"):
+            log_probabilities = head.log_probabilities(head.logits(features.adapted)).cpu().numpy()
+            inside = surprises_within(log_probabilities, limit)
+            ranked = (-log_probabilities).argsort(axis=1, kind="stable")
+            sets += [head.classes[row[among[row]]] for row, among in zip(ranked, inside, strict=True)]
+        return sets
 
-    def _predictions(self, X: Any, method: str, transductive: bool = False) -> Iterator[tuple[Features, Decisions]]:
-        check_is_fitted(self)
-        batches = self._query_features(X, method, for_outliers=True)
-        if transductive:  # each query depends on all
-            batches = iter([Features.joined(batches)])
-        for features in batches:
-            yield features, self.fitted_head_.predict(features, transductive=transductive)
+    def propose_classes(self, X: Any, *, groups: Iterable[Any] | None = None) -> NDArray[np.int64]:
+        """Propose new classes: those of the queries that belong to no class and look like one another.
 
-    def predict_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
-        """Probabilities (m, k) of the known classes: the softmax of the logits over T (equation 1 for T = 1).
+        Parameters
+        ----------
+        X : m queries
+            Those that ``predict`` gives the unknown label are clustered. Copies of one query count once.
+        groups : sequence of m strings or numbers, optional
+            Queries of one group share an answer, as in ``predict``, and count once.
 
-        With ``priors`` they are those of equal priors, times the priors, divided by their sum: Bayes' rule.
+        Returns
+        -------
+        int64 ndarray of shape (m,)
+            0, 1, 2, ... are proposed classes, of which the first is the tightest and each has at least three different
+            queries. -1 is none: a query of a known class, or unlike the others.
+
+        Raises
+        ------
+        ValueError
+            There is no ``unknown_label``, or a query cannot be used.
+
+        Warns
+        -----
+        UserWarning
+            More than 5,000 queries are of no class. So many, evenly spread, are clustered, and the others join them.
         """
-        return np.exp(self.predict_log_proba(X, transductive=transductive))
+        names = group_names(groups)
+        now = self._snapshot()
+        head = now.fitted_head_
+        check_proposes(head, self._noun)
+        features, copies = now._queries_and_copies(X, "propose_classes")
+        decisions = head.predict(features)
+        if names is not None:
+            decisions = head.shared(decisions, names)
+        unknown = decisions.indices.cpu().numpy() == len(head.classes)
+        return proposed_classes(head, features.adapted, unknown, copies, names)
 
-    def predict_log_proba(self, X: Any, *, transductive: bool = False) -> NDArray[np.float64]:
-        """Logarithms (m, k) of :meth:`predict_proba`, finite where a probability underflows, not where a prior is 0."""
-        logits = self._logits(X, "predict_proba", transductive)
-        return self.fitted_head_.log_probabilities(logits).numpy()
+    def _queries_and_copies(self, X: Any, method: str) -> tuple[Features, NDArray[np.int64]]:
+        """Features of all queries, and the pairs (p, 2) of copies among them."""
+        features = Features.joined([*self._query_features(X, method, for_outliers=True)])
+        return features, equal_rows(features.adapted)
 
     def decision_function(self, X: Any) -> NDArray[np.floating]:
         """Logits, shape (m, k). With two classes, the log-odds of ``classes_[1]``, shape (m,).
 
         The logits of ``head="mahalanobis"`` are -s (x - mu_k)^T Q_k^-1 (x - mu_k), plus T log pi_k with ``priors`` pi.
         """
-        logits = self._logits(X, "decision_function")
-        return (logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits).numpy()
+        head, batches = self._snapshot()._head_and_queries(X, "decision_function", transductive=False, groups=None)
+        logits = torch.cat([head.logits(features.adapted).cpu() for features in batches])
+        return (logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits).numpy()
 
     def outlier_score(self, X: Any) -> NDArray[np.float64]:
         """How far queries are from all classes, shape (m,); larger is farther.
@@ -116,31 +238,39 @@ class FittedHeadMixin(ClassifierMixin):
         ``head="mahalanobis"`` that is s times the squared distance to the nearest class mean. ``priors`` change nothing
         of it.
         """
-        check_is_fitted(self)
-        batches = self._query_features(X, "outlier_score", for_outliers=True)
-        return torch.cat([self.fitted_head_.outlier_score(features) for features in batches]).cpu().numpy()
+        now = self._snapshot()
+        batches = now._query_features(X, "outlier_score", for_outliers=True)
+        return torch.cat([now.fitted_head_.outlier_score(features) for features in batches]).cpu().numpy()
 
-    def predict_all(self, X: Any) -> Predictions:
+    def predict_all(self, X: Any, *, transductive: bool = False, groups: Iterable[Any] | None = None) -> Predictions:
         """Labels, probabilities and features of queries, which go through the network once.
 
         Parameters
         ----------
         X : m queries
+        transductive, groups : optional
+            As for :meth:`predict`.
 
         Returns
         -------
         Predictions
             Named tuple of ``labels`` (m,), ``probabilities`` (m, k), ``unknown`` (m,), whether a query belongs to no
-            class, and ``features`` (m, d).
+            class, ``features`` (m, d), ``outlier_scores`` (m,) and ``doubts`` (m,).
         """
-        features, predictions = zip(*self._predictions(X, "predict"), strict=True)
-        indices = torch.cat([prediction.indices for prediction in predictions]).cpu().numpy()
-        logits = torch.cat([prediction.logits for prediction in predictions]).cpu()
+        groups = group_names(groups)
+        head, batches = self._snapshot()._head_and_queries(X, "predict", transductive, groups, for_outliers=True)
+        features, predictions = zip(*((features, head.predict(features)) for features in batches), strict=True)
+        decisions = Decisions.joined(predictions)
+        if groups is not None:
+            decisions = head.shared(decisions, groups)
+        indices = decisions.indices.numpy()
         return Predictions(
-            self.fitted_head_.output_labels[indices],
-            self.fitted_head_.log_probabilities(logits).exp().numpy(),
-            indices == len(self.classes_),
+            head.output_labels[indices],
+            head.log_probabilities(decisions.logits).exp().numpy(),
+            indices == decisions.logits.shape[1],
             torch.cat([batch.adapted for batch in features]).cpu().numpy(),
+            decisions.outlier_scores.numpy(),
+            head.doubts(decisions).numpy(),
         )
 
     def score(self, X: Any, y: ArrayLike, sample_weight: ArrayLike | None = None) -> float:
@@ -158,17 +288,53 @@ class FittedHeadMixin(ClassifierMixin):
 
     def summary(self) -> SupportSummary:
         """Examples a class, leave-one-out accuracy, confusions, and support examples that look wrong; ``print`` it."""
-        check_is_fitted(self)
-        return summarise(self.fitted_head_, self._noun)
+        return summarise(self._snapshot().fitted_head_, self._noun)
 
-    def _logits(self, X: Any, method: str, transductive: bool = False) -> Tensor:
-        check_is_fitted(self)
-        adapted = (features.adapted for features in self._query_features(X, method))
-        if transductive:
-            return self.fitted_head_.transductive_logits(torch.cat([*adapted])).cpu()
-        return torch.cat([self.fitted_head_.logits(features).cpu() for features in adapted])
+    def calibrate(self: Classifier, X: Any, groups: Iterable[Any] | None = None) -> Classifier:
+        """Set the threshold of rejection from further queries of known classes, and return the classifier itself.
+
+        Nothing is learned from them but the threshold. It then keeps ``false_rejection_rate`` as exactly as so many
+        queries allow, whatever the support set was: see ``false_rejection_interval_``. Files and pickles keep it;
+        ``fit`` and ``partial_fit`` find a threshold from the support set again.
+
+        Parameters
+        ----------
+        X : c queries
+            Of known classes, drawn as those to come, and none that ``fit`` was given.
+        groups : sequence of c strings or numbers, optional
+            Queries of one group count once, by their mean.
+
+        Raises
+        ------
+        ValueError
+            There is no ``unknown_label``, or a query cannot be used. The classifier is then as it was.
+
+        Warns
+        -----
+        UserWarning
+            The queries are too few to guarantee ``false_rejection_rate``.
+        """
+        self._fitted = self._snapshot()._calibrated(X, group_names(groups))
+        return self
+
+    def _calibrated(self, X: Any, groups: list[Any] | None) -> Any:
+        """Return what ``calibrate`` changes. ``self`` is a copy."""
+        head = self.fitted_head_
+        if head.outliers is None:
+            raise ValueError(
+                f"calibrate sets the threshold of rejection, and no {self._noun} is rejected: set unknown_label and fit"
+            )
+        batches = self._query_features(X, "calibrate", for_outliers=True)
+        scores = torch.cat([head.outlier_score(features).cpu() for features in batches])
+        if groups is not None:
+            scores = group_means(scores, group_rows(groups, len(scores)))
+        return self._fitted.with_head(head.calibrated(scores))
 
     # ---------------------------------------------------------------- fitting
+
+    def _check_params(self) -> None:
+        """Raise ValueError if a constructor argument cannot be used, whatever the examples are."""
+        check_settings(self.temperature, self.false_rejection_rate)
 
     def _fit_head(
         self,
@@ -181,19 +347,27 @@ class FittedHeadMixin(ClassifierMixin):
         before: FittedHead | None = None,
         earlier: int = 0,
         priors: NDArray[Any] | None = None,
+        unlabelled: Tensor | None = None,
     ) -> FittedHead:
-        """Fit a head to examples of classes and of none, and warn of new copies.
+        """Fit a head to examples of classes, of none, and without a label (m, d), and warn of new copies.
 
-        With ``before`` the first ``earlier`` examples are known from it, and so are their copies.
+        With ``before`` the first ``earlier`` examples are known from it, and so are their copies and its unlabelled
+        examples, to which ``unlabelled`` ones are added.
         """
+        if before is not None and before.pool is not None:
+            pool = before.pool.features if unlabelled is None else torch.cat([before.pool.features, unlabelled])
+            pairs = equal_rows(torch.cat([examples.adapted, pool]))
+            unlabelled = pool[distinct(len(labels), len(pool), pairs)]
+            unlabelled = unlabelled[self._evenly(len(unlabelled))]
         known = self._of_classes(labels)
         classes, codes = np.unique(labels[known], return_inverse=True)
         group_names = [each for each, of_class in zip(group_names, known, strict=True) if of_class]
         places, pairs = known.cumsum() - 1, copies[known[copies].all(axis=1)]
+        of_classes, indices = examples.rows_where(known), torch.from_numpy(codes)
         fitted = FittedHead.fit(
             head,
-            examples.rows_where(known),
-            torch.from_numpy(codes),
+            of_classes,
+            indices,
             classes,
             temperature=self.temperature,
             priors=priors,
@@ -202,8 +376,15 @@ class FittedHeadMixin(ClassifierMixin):
             similarities=self._similarities,
             group_names=group_names,
             copies=places[pairs],
+            twins=near_twins(of_classes.adapted, indices) if self._has_twins else None,
             negatives=None if known.all() else examples.rows_where(~known),
+            unlabelled=unlabelled,
         )
+        if before is not None and before.calibration is not None:
+            warn_caller(
+                "the threshold of calibrate() is no longer in force: it comes from the support set again. Call "
+                f"calibrate with {self._noun}s that fit was not given to set it anew"
+            )
         found = 0 if before is None else copies_found(before.groups, before.group_names)
         warn_of_copies(fitted.groups, group_names, found)
         warn_of_contradictions(copies, labels, name, earlier)
@@ -235,7 +416,6 @@ class FittedHeadMixin(ClassifierMixin):
 
     def _check_settings_are_fitted(self) -> None:
         """Warn of what was set after ``fit`` and is not in force, before a file is written."""
-        check_is_fitted(self)
         head = self.fitted_head_
         late = {"unknown_label": head.unknown_label} if self.unknown_label != head.unknown_label else {}
         if self.temperature not in ("auto", head.temperature):
@@ -276,13 +456,22 @@ class FittedHeadMixin(ClassifierMixin):
     @property
     def temperature_(self) -> float:
         """``temperature``, or what "auto" chose."""
-        return self.fitted_head_.temperature
+        return self.fitted_head_.temperature_of_all
 
     @property
     def priors_(self) -> NDArray[np.float64]:
         """Shares of the classes among the queries, shape (k,), with sum one."""
-        priors, k = self.fitted_head_.priors, len(self.classes_)
-        return np.full(k, 1 / k) if priors is None else priors.copy()
+        head = self.fitted_head_
+        return np.full(len(head.classes), 1 / len(head.classes)) if head.shares is None else head.shares.copy()
+
+    @property
+    def false_rejection_interval_(self) -> tuple[float, float] | None:
+        """Interval in which the share of queries of known classes that are rejected lies with probability 0.9.
+
+        The threshold promises ``false_rejection_rate`` on average over draws of so many examples; a single draw may be
+        luckier or not. None without ``unknown_label``.
+        """
+        return self.fitted_head_.rate_interval
 
     @property
     def threshold_(self) -> float | None:
@@ -304,9 +493,16 @@ class Predictions(NamedTuple):
         Whether the query belongs to no class.
     features : ndarray of shape (m, d)
         What the head classifies; for images as ``transform``.
+    outlier_scores : float64 ndarray of shape (m,)
+        As ``outlier_score``.
+    doubts : float64 ndarray of shape (m,)
+        How near each answer is to another one, from 0 to 1 at the boundary of two classes or of rejection: by these
+        answers are ranked, those of no class among the others.
     """
 
     labels: NDArray[Any]
     probabilities: NDArray[np.float64]
     unknown: NDArray[np.bool_]
     features: NDArray[np.floating]
+    outlier_scores: NDArray[np.float64]
+    doubts: NDArray[np.float64]

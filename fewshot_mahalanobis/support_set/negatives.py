@@ -12,6 +12,7 @@ support example and the nearest class but its own, at the median: of examples fa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.calibration import as_far_as_queries, left_out_shrinkage
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.unknown import NEGATIVES, Similarity
+from fewshot_mahalanobis.support_set.unknown import HEAD, NEGATIVES, Similarity
 
 #: Weight of the term, of which the head's own has 1 and all others 4; from validation classes.
 _WEIGHT = 3.0
@@ -39,6 +40,25 @@ def similarity_to_negatives(
         logits = head.logits(head.fit_groups(support.adapted, labels, groups), support.adapted).double()
     best = logits.topk(2, dim=1).values
     return margin._replace(most=float((best[:, 0] - best[:, 1]).median()))
+
+
+def left_out_negatives(
+    head: Head[Any],
+    negatives: Features,
+    support: Features,
+    labels: Tensor,
+    groups: Tensor | None,
+    similarities: Sequence[Similarity],
+) -> dict[str, Tensor]:
+    """Logits of examples of no class by each term of the outlier score, float64 on the CPU, as if they were new."""
+    found = {HEAD: head.logits(head.fit_groups(support.adapted, labels, groups), negatives.adapted)}
+    for term in similarities:
+        x = term.of(support)
+        if isinstance(term.head, MarginHead):
+            found[term.name] = term.head.left_out_negatives(x, labels)
+        else:
+            found[term.name] = term.head.logits(term.head.fit(x, labels), term.of(negatives))
+    return {name: logits.cpu().double() for name, logits in found.items()}
 
 
 class MarginHead(Head[Any]):
@@ -65,6 +85,11 @@ class MarginHead(Head[Any]):
     def logits(self, state: tuple[Any, int], query_features: Tensor) -> Tensor:
         """Logits (m, 1) of queries (m, d)."""
         return _margins(self.head.logits(state[0], query_features), state[1])
+
+    def left_out_negatives(self, support_features: Tensor, support_labels: Tensor) -> Tensor:
+        """Logits (m, 1) of the examples of no class, each left out; infinite where there is one alone."""
+        logits = self.head.leave_one_out_logits(*self._both(support_features, support_labels, self.groups))
+        return _margins(logits[len(support_labels) :], _ways(support_labels))
 
     def leave_one_out_logits(
         self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None = None

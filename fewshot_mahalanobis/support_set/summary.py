@@ -104,9 +104,17 @@ class SupportSummary:
     noun : str
         What the text calls an example: "image" where they are images.
     priors : dict of label to float, optional
-        Shares of the classes among the queries, if ``fit`` was given any. Nothing else here depends on them.
+        Shares of the classes among the queries, if ``fit`` was given any or estimated them from unlabelled examples.
+        Nothing else here depends on them.
     of_no_class : int
         Examples of no class, which nothing else here depends on.
+    unlabelled, far : int
+        Unlabelled examples that were learned from, and those among them that are so far from every class that they
+        count for less than half. Nothing else here but ``priors`` depends on them.
+    rejected : (float, float), optional
+        Interval in which the share of queries of known classes that are rejected lies with probability 0.9.
+    calibrated : int
+        Examples that the threshold of rejection comes from, where they are not those of the support set.
     names : sequence of n, optional
         Paths of the support images, where they are known. Summaries that differ in them alone are equal.
     """
@@ -121,6 +129,10 @@ class SupportSummary:
     noun: str = "example"
     priors: dict[Any, float] | None = None
     of_no_class: int = 0
+    unlabelled: int = 0
+    far: int = 0
+    rejected: tuple[float, float] | None = None
+    calibrated: int = 0
     names: Sequence[str | None] | None = field(default=None, compare=False)
 
     @property
@@ -153,6 +165,20 @@ class SupportSummary:
             lines.append(f"Very different sizes: {fewest!r} has {self.counts[fewest]}, {most!r} {self.counts[most]}.")
         if self.of_no_class:
             lines.append(f"{self.of_no_class} {self.noun}s of no class, which teach what to reject")
+        if self.rejected is not None:
+            low, high = (f"{100 * share:.2g}" for share in self.rejected)
+            source = f"{self.calibrated} further {self.noun}s" if self.calibrated else f"left-out {self.noun}s"
+            lines.append(
+                f"Of queries of known classes, {low} to {high} % will be rejected (with probability 0.9; the threshold "
+                f"comes from {source})"
+            )
+        if self.unlabelled and len(self.counts) == 1:
+            lines.append(f"{self.unlabelled} unlabelled {self.noun}s, which teach nothing beside one class alone")
+        elif self.unlabelled:
+            far = f"; {self.far} of them are far from every class and count for little" if self.far else ""
+            lines.append(
+                f"{self.unlabelled} unlabelled {self.noun}s, which labels of queries follow, and nothing below{far}"
+            )
         if self.priors is not None:
             lines.append("Priors, which labels and probabilities of queries follow, and nothing below:")
             lines += [f"  {label}: {share:.3g}" for label, share in self.priors.items()]
@@ -231,8 +257,12 @@ def summarise(fitted: FittedHead, noun: str = "example") -> SupportSummary:
         groups_of_several(fitted.groups),
         learning_curve(fitted, logits, noun),
         noun,
-        None if fitted.priors is None else dict(zip(names, fitted.priors.tolist(), strict=True)),
+        None if fitted.shares is None else dict(zip(names, fitted.shares.tolist(), strict=True)),
         0 if fitted.negatives is None else len(fitted.negatives.adapted),
+        0 if fitted.pool is None else len(fitted.pool.features),
+        0 if fitted.pool is None else int((fitted.pool.memberships.sum(dim=1) < 0.5).sum()),
+        fitted.rate_interval,
+        0 if fitted.calibration is None else len(fitted.calibration),
     )
 
 
@@ -319,8 +349,12 @@ def support_influence(fitted: FittedHead, query_features: Tensor) -> Tensor:
         if len(labels[rest].unique()) < len(fitted.classes):
             continue
         kept = features[rest], labels[rest]
-        state = fitted.head.fit_groups(*kept, None if fitted.groups is None else groups[rest])
+        rest_groups = None if fitted.groups is None else groups[rest]
+        if fitted.pool is None:
+            state = fitted.head.fit_groups(*kept, rest_groups)
+        else:
+            state = fitted.head.fit_pool(*kept, rest_groups, fitted.pool)
         logits = fitted.with_priors(fitted.head.logits(state, query_features.to(features.device)))
-        of_group = (log_p - logits.double().log_softmax(1)).gather(1, predicted)
-        influence[:, ~rest] = of_group.expand(-1, int((~rest).sum()))
+        group_influence = (log_p - logits.double().log_softmax(1)).gather(1, predicted)
+        influence[:, ~rest] = group_influence.expand(-1, int((~rest).sum()))
     return influence

@@ -13,11 +13,14 @@ fourth term keeps it: the cosine of cube roots of the features without adaptatio
 
 Mean m_j, standard deviation s_j and the threshold come from the support set: each example, left out of the fit, is a
 query of a known class. The threshold is the order statistic of conformal prediction (Vovk et al., "Algorithmic
-Learning in a Random World", 2005), with leave-one-out in place of a split.
+Learning in a Random World", 2005), with leave-one-out in place of a split. Corrected labels are of examples that were
+in doubt, which are farther from their classes than queries are, and such a threshold finds little. Examples of no
+class, left out, show what it would accept. With them the threshold may be lower, as far as that of twice the rate.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
@@ -26,14 +29,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import beta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.gaussians.leave_out import MeansWithout
 from fewshot_mahalanobis.gaussians.support import class_means, group_weights
 from fewshot_mahalanobis.heads import CosineHead, Head
+from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.warn import warn_caller
 
 #: Type of the unknown label, and its name in messages, by the kind of the classes' dtype. By default a string.
 _WANTED: dict[str, tuple[type, str]] = {
@@ -157,6 +161,7 @@ class OutlierScore:
         if not math.isfinite(threshold):
             raise ValueError(f"the threshold of the outlier score must be finite, got {threshold!r}")
         self.threshold, self.units = float(threshold), units
+        self.left_out: LeftOutScores | None = None  # of the support set, where this was fitted to one
         self._terms: list[tuple[Similarity, Any]] = []
         if units is not None:
             known = {term.name: term for term in similarities}
@@ -172,7 +177,7 @@ class OutlierScore:
     def __call__(self, logits: Tensor, features: Features) -> Tensor:
         """Score (m,) of queries by the head's logits (m, k) and their features; larger is farther from all classes."""
         if self.units is None:
-            return self.of_head(logits)
+            return self.head_score(logits)
         device = logits.device
         terms = {
             term.name: term.limited(term.head.logits(state, term.of(features).to(device)))
@@ -185,7 +190,7 @@ class OutlierScore:
         return _ExportedScore(self.threshold, self.units, self._terms)
 
     @staticmethod
-    def of_head(logits: Tensor) -> Tensor:
+    def head_score(logits: Tensor) -> Tensor:
         """Score (m,) by one term alone: minus the largest logit, a_j(x), float64."""
         return -logits.double().amax(dim=1)
 
@@ -198,8 +203,9 @@ class OutlierScore:
         false_rejection_rate: float,
         groups: Tensor | None = None,
         similarities: Sequence[Similarity] = SIMILARITIES,
+        negatives: Mapping[str, Tensor] | None = None,
     ) -> OutlierScore:
-        """Fit units and threshold to left-out support examples.
+        """Fit units and threshold to left-out examples.
 
         Parameters
         ----------
@@ -212,18 +218,88 @@ class OutlierScore:
             Left-out examples of equal number count as one.
         similarities : sequence of Similarity
             The terms beside the head's.
+        negatives : mapping of str to Tensor of shape (m, k), optional
+            Logits of left-out examples of no class by each term.
         """
         if len(left_out) == 1:
-            scores = cls.of_head(left_out[HEAD])
-            return cls(rejection_threshold(scores, false_rejection_rate, groups), None, support, labels)
+            found = LeftOutScores(cls.head_score(left_out[HEAD]), groups)
+            fitted = cls(found.threshold(false_rejection_rate), None, support, labels)
+            fitted.left_out = found
+            return fitted
         one_each = left_out[HEAD].new_ones(len(left_out[HEAD]), dtype=torch.float64)
         weights = one_each if groups is None else group_weights(groups)
         units, n = score_units(left_out, similarities, weights), float(weights.sum())
-        limited = {HEAD: left_out[HEAD], **{term.name: term.limited(left_out[term.name]) for term in similarities}}
+
+        def score(logits: Mapping[str, Tensor]) -> Tensor:
+            limited = {term.name: term.limited(logits[term.name]) for term in similarities}
+            return standardised_sum({HEAD: logits[HEAD], **limited}, units)
+
         # The units come from the left-out examples themselves: their squared deviations from the mean are
         # (1 - 1 / n) s_j^2 on average, those of queries (1 + 1 / n) s_j^2.
-        scores = standardised_sum(limited, units) * math.sqrt((n + 1) / (n - 1))
-        return cls(rejection_threshold(scores, false_rejection_rate, groups), units, support, labels, similarities)
+        scores = score(left_out) * math.sqrt((n + 1) / (n - 1))
+        found = LeftOutScores(scores, groups, None if negatives is None else score(negatives))
+        fitted = cls(found.threshold(false_rejection_rate), units, support, labels, similarities)
+        fitted.left_out = found
+        return fitted
+
+    def with_threshold(self, threshold: float) -> OutlierScore:
+        """The same score with another threshold."""
+        other = copy.copy(self)
+        other.threshold = threshold
+        return other
+
+
+class LeftOutScores(NamedTuple):
+    """Scores of examples that were left out, from which the threshold follows.
+
+    Parameters
+    ----------
+    scores : float64 Tensor of shape (n,)
+        Of examples of known classes.
+    groups : int64 Tensor of shape (n,), optional
+        Scores of equal number count as one.
+    of_no_class : float64 Tensor of shape (m,), optional
+        Of examples of no class.
+    """
+
+    scores: Tensor
+    groups: Tensor | None = None
+    of_no_class: Tensor | None = None
+
+    @property
+    def weights(self) -> Tensor:
+        """Weight of each score, (n,): those of a group sum to 1."""
+        return torch.ones_like(self.scores) if self.groups is None else group_weights(self.groups)
+
+    def threshold(self, false_rejection_rate: float) -> float:
+        """Threshold for a rate, with the warning of :func:`rejection_threshold`."""
+        most = rejection_threshold(self.scores, false_rejection_rate, self.groups)
+        if self.of_no_class is None:
+            return most
+        least = rejection_threshold(self.scores, min(2 * false_rejection_rate, 1.0), self.groups)
+        return separating_threshold(self.scores, self.of_no_class, self.weights, least, most)
+
+    def rate_interval(self, threshold: float) -> tuple[float, float]:
+        """Interval in which the share of queries above a threshold lies with probability 0.9.
+
+        If n + 1 scores are exchangeable, the share above the j-th smallest of n is Beta(n + 1 - j, j) distributed,
+        whatever the distribution of scores (Wilks, "Determination of sample sizes for setting tolerance limits", 1941).
+        A threshold between two scores has a rank between theirs.
+        """
+        order, weights = self.scores.argsort(), self.weights
+        ranks, n = weights[order].cumsum(0).numpy(), float(weights.sum())
+        j = float(np.interp(threshold, self.scores[order].numpy(), ranks, left=0.0))
+        if j == 0:  # below all of them
+            return 1 - 0.1 ** (1 / (n + 1)), 1.0
+        low, high = beta.ppf([0.05, 0.95], n + 1 - j, j)
+        return float(low), float(high)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the scores of known classes; 1 where they are all equal."""
+        weights = self.weights / self.weights.sum()
+        spread = float((weights @ (self.scores - weights @ self.scores).square()).sqrt())
+        return spread if spread > 0 else 1.0
 
 
 class _ExportedScore(nn.Module):
@@ -248,7 +324,7 @@ class _ExportedScore(nn.Module):
 
 def standardised_sum(logits: Mapping[str, Tensor], units: Units) -> Tensor:
     """Sum (m,) of the standardised terms by the logits (m, k) of each."""
-    parts = [(OutlierScore.of_head(logits[name]) - mean) / unit for name, (mean, unit) in units.items()]
+    parts = [(OutlierScore.head_score(logits[name]) - mean) / unit for name, (mean, unit) in units.items()]
     return torch.stack(parts).sum(dim=0)
 
 
@@ -261,11 +337,11 @@ def score_units(left_out: Mapping[str, Tensor], similarities: Sequence[Similarit
     units, terms, n = Units(), {term.name: term for term in similarities}, float(weights.sum())
     for name, logits in left_out.items():
         limited, factor = (logits, 1.0) if name == HEAD else (terms[name].limited(logits), terms[name].weight)
-        score = OutlierScore.of_head(logits)
+        score = OutlierScore.head_score(logits)
         mean = float(weights @ score) / n
         std = math.sqrt(float(weights @ (score - mean).square()) / (n - 1))
         unit = std if std > 1e-6 * abs(mean) else 1.0
-        units[name] = float(weights @ OutlierScore.of_head(limited)) / n, unit / factor
+        units[name] = float(weights @ OutlierScore.head_score(limited)) / n, unit / factor
     return units
 
 
@@ -307,6 +383,20 @@ def rejection_threshold(scores: Tensor, false_rejection_rate: float, groups: Ten
     order = scores.argsort()
     ranks = group_weights(groups)[order].cumsum(0)
     return float(np.interp((n + 1) * (1 - false_rejection_rate), ranks.numpy(), scores[order].numpy()))
+
+
+def separating_threshold(scores: Tensor, of_no_class: Tensor, weights: Tensor, least: float, most: float) -> float:
+    """Threshold from ``least`` to ``most`` that best separates examples of classes from those of none.
+
+    It minimises the share of the scores (n,) with ``weights`` (n,) above it, plus that of the scores of examples of no
+    class (m,) up to it. It lies in the middle between two scores, and is the highest such.
+    """
+    both = torch.cat([scores, of_no_class])
+    edges = torch.cat([both[(both > least) & (both < most)], both.new_tensor([least, most])]).sort().values
+    middles = (edges[1:] + edges[:-1]) / 2
+    rejected = (scores > middles[:, None]).to(weights) @ weights / weights.sum()
+    losses = rejected + (of_no_class <= middles[:, None]).double().mean(dim=1)
+    return float(middles[losses <= losses.min() + 1e-9][-1])
 
 
 def output_labels(classes: NDArray[Any], unknown_label: Any) -> NDArray[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fewshot_mahalanobis.apps.active_learning import density, doubt, most_useful, most_useful_first, typicality
+from fewshot_mahalanobis.apps.active_learning import density, doubt, most_useful, typicality
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
@@ -53,15 +53,3 @@ def test_the_most_typical_of_those_in_doubt_is_the_most_useful() -> None:
     assert most_useful(probabilities, np.array([0.1, 0.5, 0.6, 0.9, 1.0])) == 1
     assert most_useful(probabilities[:1], np.array([-3.0])) == 0
     assert most_useful(np.full((4, 2), 0.5), np.array([0.1, 0.2, 0.4, 0.3])) == 2
-
-
-@pytest.mark.parametrize("m", [1, 6, 70])
-def test_the_most_useful_come_first_each_as_if_those_before_it_had_a_label(m: int) -> None:
-    rng = np.random.default_rng(m)
-    features, known, probabilities = rng.normal(size=(m, 3)), rng.normal(size=(4, 3)), rng.dirichlet([1, 1, 1], m)
-    left, expected, densities = [*range(m)], list[int](), density(features)
-    while left and len(expected) < 50:
-        typical = typicality(features[left], densities[left], np.concatenate([known, features[expected]]))
-        expected.append(left.pop(most_useful(probabilities[left], typical)))
-    expected += sorted(left, key=lambda index: -doubt(probabilities)[index])
-    assert most_useful_first(probabilities, features, known) == expected

@@ -16,11 +16,14 @@ from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.cli import app
-from fewshot_mahalanobis.apps.review import Review
+from fewshot_mahalanobis.apps.session import Session
 from fewshot_mahalanobis.checkpoints import save_checkpoint
+from fewshot_mahalanobis.export import web_page
 from fewshot_mahalanobis.images.boxes import read_boxes
 from fewshot_mahalanobis.images.region import Region
 from tests.tiny import COLOURS, adapting_model
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 SIDES = ("x", "y", "width", "height")
 
@@ -181,7 +184,13 @@ def test_boxes_that_are_none_are_listed_with_file_row_and_box_and_skipped_on_req
         assert why in said
     assert "3 of 4 images cannot be read" in said
     rows = table_of(run("predict", model, table, "--image-folder", folder, "--skip-errors", status=3))
-    assert [row["x"] for row in rows] == ["5"]
+    assert [(row["x"], bool(row["label"])) for row in rows] == [
+        ("5", True),
+        ("160", False),
+        ("0.2", False),
+        ("1", False),
+    ]
+    assert [bool(row["error"]) for row in rows] == [False, True, True, True]
 
 
 def test_an_unknown_box_gets_its_label_alone(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
@@ -239,8 +248,10 @@ def test_a_report_names_regions(checkpoint: Path, folder: Path, tmp_path: Path) 
     assert f"{folder / '5.jpg'}, box (129, " in said
 
 
-def test_a_page_shows_the_regions_that_fit_learned_from(folder: Path, model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
+def test_a_page_shows_the_regions_that_fit_learned_from(
+    folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_page, "write_page_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
     run("page", model, "-o", tmp_path / "page", "--support", folder / "coco.json")
     shown = json.loads((tmp_path / "page" / "page.json").read_text())["support"]
     for index, colour in enumerate((*COLOURS.values(),) * 6):
@@ -286,13 +297,13 @@ def test_boxes_are_reviewed_as_they_are_predicted_and_fit_reads_the_table(
     )
     for name in ("coco.json", "boxes.csv", "detections.json"):
         table = tmp_path / f"{name}.csv"
-        review = Review(classifier, regions_of(folder / name), table)
-        assert [review.answer(picture).label for picture in range(18)] == predicted
+        review = Session(classifier, regions_of(folder / name), table)
+        assert [answer and answer.label for answer in map(review.answer, range(18))] == predicted
         review.label([4, 5], "purple")
         assert review.table_text() == table.read_text() == expected  # the same boxes, in pixels
-        again = Review(classifier, regions_of(folder / "coco.json")[3:], table)
+        again = Session(classifier, regions_of(folder / "coco.json")[3:], table)
         assert again.labels == {1: "purple", 2: "purple"}
-        fewer = Review(classifier, regions_of(folder / "detections.json")[5:], table)
+        fewer = Session(classifier, regions_of(folder / "detections.json")[5:], table)
         assert (fewer.labels, fewer.other_rows) == ({0: "purple"}, 1)
     out = tmp_path / "model.safetensors"
     said = run("fit", folder / "boxes.csv", table, "-o", out, "--checkpoint", checkpoint, "--groups", "none")
@@ -303,13 +314,14 @@ def test_a_reviewed_region_is_shown_and_learned_with_the_others_of_its_photograp
     folder: Path, model: Path, tmp_path: Path
 ) -> None:
     classifier = SimpleCNAPSClassifier.load(model, device="cpu")
-    review = Review(classifier, regions_of(folder / "boxes.csv"), tmp_path / "checked.csv")
+    review = Session(classifier, regions_of(folder / "boxes.csv"), tmp_path / "checked.csv")
     for picture, colour in enumerate((*COLOURS.values(),) * 6):
-        with Image.open(io.BytesIO(review.thumbnails[picture])) as thumbnail:
+        with Image.open(io.BytesIO(review.thumbnail(picture))) as thumbnail:
             assert np.abs(np.asarray(thumbnail, float).mean((0, 1)) - colour).max() < 20
-            width, height = review.paths[picture].box[2:]  # type: ignore[union-attr]
+            width, height = review.pictures[picture].source.box[2:]  # type: ignore[union-attr]
             assert thumbnail.size == (round(128 * width / height), 128)
     review.label([3, 4, 6], "green")
+    assert review.classifier is not None
     assert review.classifier.fitted_head_.group_names[-3:] == [str(folder / "1.jpg")] * 2 + [str(folder / "2.jpg")]
 
 
@@ -317,12 +329,12 @@ def test_boxes_and_whole_images_are_reviewed_apart(folder: Path, model: Path, tm
     classifier = SimpleCNAPSClassifier.load(model, device="cpu")
     boxes, table = regions_of(folder / "boxes.csv"), tmp_path / "checked.csv"
     with pytest.raises(ValueError, match="boxes and whole images"):
-        Review(classifier, [*boxes, folder / "0.jpg"], table)
-    Review(classifier, [folder / "0.jpg"], table).label([0], "red")
+        Session(classifier, [*boxes, folder / "0.jpg"], table)
+    Session(classifier, [folder / "0.jpg"], table).label([0], "red")
     with pytest.raises(
         ValueError, match=r"no table that a review of boxes wrote, whose first line is path,x,y,width,hei"
     ):
-        Review(classifier, boxes, table)
+        Session(classifier, boxes, table)
     assert table.read_text().splitlines()[0] == "path,label"
     assert "--category: for files of boxes" in run("review", model, folder / "0.jpg", "--category", "animal", status=1)
 

@@ -11,16 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile
+from PIL import ExifTags, Image, ImageFile
 from sklearn.frozen import FrozenEstimator
 from sklearn.model_selection import FixedThresholdClassifier
 from typer.testing import CliRunner
 
 import fewshot_mahalanobis
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, available_checkpoints
+from fewshot_mahalanobis.apps import server
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.labelling import predict_files
 from fewshot_mahalanobis.checkpoints import DownloadError, save_checkpoint
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 
 def run(*arguments: object, status: int = 0) -> str:
@@ -51,7 +54,7 @@ def photos(tmp_path_factory) -> Path:
 
 def test_every_command_has_help():
     listed = run("--help")
-    for command in ("demo", "fit", "predict", "pretrain", "meta-train", "evaluate", "checkpoints"):
+    for command in ("demo", "fit", "predict", "export", "cache", "pretrain", "meta-train", "evaluate", "checkpoints"):
         assert command in listed
         assert "Usage" in run(command, "--help")
     for command in (("demo",), ("fit",), ("predict",), *(("checkpoints", c) for c in ("list", "show", "download"))):
@@ -59,6 +62,7 @@ def test_every_command_has_help():
     assert "Exit status" in listed
 
 
+@pytest.mark.process
 def test_help_and_version_answer_without_loading_pytorch() -> None:
     for option in ("--help", "--version"):
         code = f"import sys; from fewshot_mahalanobis.apps.cli import app; app([{option!r}], standalone_mode=False)"
@@ -137,6 +141,128 @@ def test_doubtful_answers_are_marked_in_csv_and_json(photos, model):
     assert [float(row["probability"]) < limit for row in rows] == marked
     entries = json.loads(run("predict", model, photos, "--min-probability", limit, "--json"))
     assert [entry["doubtful"] for entry in entries] == marked
+
+
+def test_further_pictures_calibrate_a_model(checkpoint, photos, model, tmp_path):
+    rejecting = tmp_path / "rejecting.safetensors"
+    run("fit", photos, "-o", rejecting, "--checkpoint", checkpoint, "--unknown-label", "?", "--device", "cpu")
+    said = run("calibrate", rejecting, photos, "-o", tmp_path / "calibrated", "--false-rejection-rate", "0.3")
+    expected = SimpleCNAPSClassifier.load(rejecting, device="cpu").set_params(false_rejection_rate=0.3)
+    expected.calibrate(sorted(photos.rglob("*.png")))
+    calibrated = SimpleCNAPSClassifier.load(tmp_path / "calibrated", device="cpu")
+    assert calibrated.threshold_ == pytest.approx(expected.threshold_, rel=1e-6)
+    low, high = expected.false_rejection_interval_
+    assert f"{100 * low:.2g} to {100 * high:.2g} % of the images of known classes will be rejected" in said
+    refused = run("calibrate", model, photos, "-o", tmp_path / "refused", status=1)
+    assert "no image is rejected: set unknown_label and fit" in refused
+    assert not (tmp_path / "refused").exists()
+
+
+def test_candidates_are_those_of_predict_set_and_several_are_doubtful(photos, model):
+    classifier = SimpleCNAPSClassifier.load(model, device="cpu")
+    rows = table_of(run("predict", model, photos, "--coverage", "0.6"))
+    expected = classifier.predict_set([row["path"] for row in rows], coverage=0.6)
+    assert [row["candidates"] for row in rows] == ["; ".join(found) for found in expected]
+    assert [row["doubtful"] for row in rows] == ["yes" if len(found) > 1 else "" for found in expected]
+    answers = json.loads(run("predict", model, photos, "--coverage", "0.6", "--json"))
+    assert [answer["candidates"] for answer in answers] == [found.tolist() for found in expected]
+    assert "exclude each other" in run(
+        "predict", model, photos, "--coverage", "0.6", "--min-probability", "0.5", status=1
+    )
+    assert "coverage must lie between 0 and 1" in run("predict", model, photos, "--coverage", "1", status=1)
+
+
+def test_proposed_classes_are_those_of_propose_classes(checkpoint, photos, model, tmp_path):
+    rejecting, new = tmp_path / "rejecting.safetensors", tmp_path / "new"
+    table = tmp_path / "known.csv"
+    known = [path for path in sorted(photos.rglob("*.png")) if path.parent.name != "blue"]
+    table.write_text("path,label\n" + "".join(f"{path},{path.parent.name}\n" for path in known))
+    run("fit", table, "-o", rejecting, "--checkpoint", checkpoint, "--unknown-label", "?", "--device", "cpu")
+    classifier = SimpleCNAPSClassifier.load(rejecting, device="cpu").set_params(false_rejection_rate=0.4)
+    new.mkdir()
+    rng = np.random.default_rng(1)
+    for i in range(4):
+        blue = np.clip(np.array((30, 30, 220)) + rng.normal(0, 25, (40, 30, 3)), 0, 255).astype(np.uint8)
+        Image.fromarray(blue).save(new / f"{i}.png")
+    everything = [photos, new, "--propose", "--false-rejection-rate", "0.4", "--device", "cpu"]
+    rows = table_of(run("predict", rejecting, *everything))
+    found = classifier.propose_classes([row["path"] for row in rows])
+    assert found.max() == 0
+    assert found.min() == -1
+    assert [row["new_class"] for row in rows] == ["new-1" if number == 0 else "" for number in found]
+    answers = json.loads(run("predict", rejecting, *everything, "--json"))
+    assert [answer["new_class"] for answer in answers] == [row["new_class"] or None for row in rows]
+    run("predict", rejecting, *everything, "-o", tmp_path / "answers.parquet")
+    columns = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "answers.parquet").to_pydict()
+    assert columns["new_class"] == [row["new_class"] or None for row in rows]
+    grouped = table_of(run("predict", rejecting, *everything, "--group-by", "folder"))
+    groups = [str(Path(row["path"]).parent) for row in grouped]
+    assert {row["new_class"] for row in grouped} == {
+        ""
+    }  # four folders are four examples, of which none is like another
+    assert classifier.propose_classes([row["path"] for row in grouped], groups=groups).max() == -1
+    assert "this classifier rejects none: set unknown_label" in run("predict", model, photos, "--propose", status=1)
+    run("sort", rejecting, *everything, "-o", tmp_path / "sorted")
+    assert len([*(tmp_path / "sorted" / "_" / "new-1").iterdir()]) == sum(found == 0)
+
+
+def taken(file: Path, seconds: int) -> None:
+    """Write the EXIF time of a picture."""
+    with Image.open(file) as image:
+        exif, time = Image.Exif(), f"2026:05:01 12:{seconds // 60:02}:{seconds % 60:02}"
+        exif[ExifTags.IFD.Exif] = {ExifTags.Base.DateTimeOriginal: time}
+        image.copy().save(file, exif=exif)
+
+
+@pytest.mark.parametrize("how", ["seconds=60", "seconds 60", "folder", "column=thing"])
+def test_pictures_of_one_thing_get_one_label(how, photos, model, tmp_path):
+    sources, times = sorted(photos.glob("*/*.png")), [0, 40, 95, 200, 230, 10, 30, 130]  # a chain of gaps of at most 60
+    files = [tmp_path / "traps" / ("one" if i < 5 else "two") / f"{i}.png" for i in range(8)]
+    for file, source, seconds in zip(files, sources, times, strict=False):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, file)
+        taken(file, seconds)
+    chains = {"seconds": [0, 0, 0, 3, 3, 5, 5, 7], "folder": [0] * 5 + [1] * 3, "column": [*"abababcc"]}
+    groups = chains[how.replace(" ", "=").split("=")[0]]
+    where = tmp_path / "traps"
+    if how.startswith("column"):
+        rows = [f"{file},{group}" for file, group in zip(files, groups, strict=True)]
+        (where / "table.csv").write_text("\n".join(["path,thing", *rows]))
+        where /= "table.csv"
+    rows = table_of(run("predict", model, where, "--group-by", how))
+    classifier = SimpleCNAPSClassifier.load(model, device="cpu")
+    expected = classifier.predict_all(files, groups=groups)
+    assert [row["path"] for row in rows] == [str(file) for file in files]
+    assert [row["label"] for row in rows] == expected.labels.tolist()
+    np.testing.assert_allclose(
+        [float(row["probability"]) for row in rows], expected.probabilities.max(axis=1), atol=1e-5
+    )
+    names = [row["group"] for row in rows]
+    assert [names.index(name) for name in names] == [groups.index(group) for group in groups]
+    if how == "seconds=60":
+        assert names[0] == str(files[0])
+        run("sort", model, where, "-o", tmp_path / "sorted", "--group-by", how, "--min-probability", "0")
+        placed = {file.name: file.parent.name for file in (tmp_path / "sorted").rglob("*.png")}
+        assert [placed[file.name] for file in files] == expected.labels.tolist()
+
+
+def test_groups_that_cannot_be_found_are_refused(photos, model, tmp_path):
+    one = next(photos.glob("*/*.png"))
+    (tmp_path / "table.csv").write_text(f"path,thing\n{one},\n")
+    (tmp_path / "boxes.csv").write_text(f"path,x,y,width,height\n{one},0,0,5,5\n")
+    for arguments, message in {
+        (photos, "--group-by", "seconds=60"): "0.png has no EXIF time, by which bursts are found",
+        (photos, "--group-by", "minutes=1"): "--group-by minutes=1: it is folder, seconds=60 or column=NAME",
+        (photos, "--group-by", "seconds=-1"): "it is folder, seconds=60 or column=NAME",
+        (photos, "--group-by", "column=thing"): "has no columns, and pictures are to be grouped by the column thing",
+        (tmp_path / "table.csv", "--group-by", "column=track"): "has no column 'track'",
+        (tmp_path / "table.csv", "--group-by", "column=thing"): "line 2 of",
+        (tmp_path / "boxes.csv", "--group-by", "folder"): "is a box, and boxes of one picture are of several things",
+    }.items():
+        assert message in run("predict", model, *arguments, status=1)
+    assert "sort takes images and folders" in run(
+        "sort", model, photos, "-o", tmp_path / "x", "--group-by", "column=a", status=1
+    )
 
 
 @pytest.fixture
@@ -219,6 +345,58 @@ def test_the_folder_of_the_unknown_label_has_examples_of_no_class(checkpoint, ph
     assert not any("Left out" in line for line in said)
     negatives = SimpleCNAPSClassifier.load(tmp_path / "m", device="cpu").fitted_head_.negatives
     assert len(negatives.adapted) == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "classes", "said"),
+    [
+        # As `predict` of a model with --unknown-label writes it: no probability.
+        (
+            "{},neither,x,neither,",
+            (),
+            "(blue 3, green 3, red 3)",
+            "Left out: 1 image labelled 'neither', which is no class. To",
+        ),
+        (
+            "{},Neither,,cat,0.6\n{},cat,,neither,",
+            (),
+            "(blue 3, cat 1, green 3, red 3)",
+            "Left out: 1 image labelled 'neither'",
+        ),
+        (
+            "{},neither,x,neither,",
+            ("--unknown-label", "other"),
+            "(blue 3, green 3, red 3)\n",
+            "--unknown-label is 'other'.",
+        ),
+        ("{},neither,x,neither,", ("--unknown-label", "Neither"), "red 3), and 1 image of no class", ""),
+        # By hand, or by a person in a review.
+        (
+            "{},None of these,x,cat,0.4",
+            (),
+            "None of these 1, blue 3",
+            "1 image labelled 'None of these' is learned as a class",
+        ),
+        (
+            "{},unknown,x,cat,0.4",
+            ("--unknown-label", "other"),
+            "unknown 1",
+            "'unknown' is learned as a class like any other",
+        ),
+        ("{},neither,x,neither,0.4", (), "neither 1", ""),  # a class of that model
+    ],
+)
+def test_labels_of_no_class_in_a_table_are_said_whatever_they_are_called(
+    rows, settings, classes, said, checkpoint, photos, new, tmp_path
+):
+    lines = rows.format("new/0.png", "new/1.png")
+    new.write_text(f"path,label,checked,predicted,probability\n{lines}\n")
+    given = ("--checkpoint", checkpoint, "--device", "cpu", "--groups", "none", *settings)
+    out, notes = said_by("fit", photos, new, "-o", "m", *given)
+    assert classes in out
+    about = [note for note in notes if "Left out: 1 image" in note or "learned as a class" in note]
+    assert len(about) == bool(said)
+    assert said in "".join(about)
 
 
 def test_sorting_again_says_what_changed_its_class(checkpoint, photos, model, tmp_path):
@@ -389,15 +567,42 @@ def test_every_command_decodes_a_file_once(command, checkpoint, model, photos, t
     if command == "fit":
         run("fit", photos, "-o", tmp_path / "m", "--checkpoint", checkpoint, "--unknown-label", "other", "--report")
     else:
-        run(command, model, photos, *(["-o", tmp_path / "sorted"] if command == "sort" else ["--proba"]))
+        options = ["-o", tmp_path / "sorted"] if command == "sort" else ["--proba"]
+        run(command, model, photos, *options, "--no-cache")
     assert sorted(decoded) == sorted(str(path) for path in photos.glob("*/*.png"))
+
+
+def test_what_one_command_has_read_the_others_take_from_the_cache(checkpoint, photos, tmp_path, monkeypatch):
+    model, cache = tmp_path / "m.safetensors", tmp_path / ".fewshot-mahalanobis"
+    given = ("fit", photos, "-o", model, "--checkpoint", checkpoint)
+    run(*given, "--no-cache")
+    expected = run("predict", model, photos, "--proba", "--no-cache")
+    assert not cache.exists()
+    run(*given)
+    assert f"{cache}: 9 pictures and" in run("cache", model)
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFile.ImageFile, "load", None)  # no file can be decoded
+        assert run("predict", model, photos, "--proba") == expected
+        run("sort", model, photos, "-o", tmp_path / "sorted")
+        run("fit", "--from", model, photos, "-o", tmp_path / "more")
+        run(*given)
+    assert f"{cache}: 0 pictures and 0 times features" in run("cache", model, "--clear")
+    other = tmp_path / "elsewhere"
+    run("predict", model, photos, "--cache", other)
+    assert f"{other}: 9 pictures" in run("cache", "--cache", other)
+    monkeypatch.setenv("FEWSHOT_MAHALANOBIS_PICTURES", str(other))
+    assert f"{other}: 9 pictures" in run("cache", model)
 
 
 def test_unreadable_images_are_skipped_on_request_and_listed_with_status_3(spoilt, checkpoint, model, photos, tmp_path):
     clean = run("predict", model, photos)
     result = CliRunner().invoke(app, ["predict", str(model), str(spoilt), "--skip-errors"])
     assert result.exit_code == 3
-    assert result.stdout.replace(str(spoilt), str(photos)) == clean
+    rows, expected = table_of(result.stdout.replace(str(spoilt), str(photos))), table_of(clean)
+    unread = [row for row in rows if row["error"]]
+    assert [{name: row[name] for name in expected[0]} for row in rows if not row["error"]] == expected
+    assert [Path(row["path"]).name for row in unread] == ["empty.png", "text.jpg"]
+    assert not any(row[name] for row in unread for name in ("label", "checked", "predicted", "probability"))
     listed = result.stderr.splitlines()
     assert [line.split(": ")[0] for line in listed[:2]] == [str(spoilt / "red" / n) for n in ("empty.png", "text.jpg")]
     assert listed[2] == "skipped 2 of 11 images, which cannot be read"
@@ -481,8 +686,23 @@ def test_images_are_sorted_into_folders(photos, model, tmp_path):
     assert "exclude each other" in run("sort", model, photos, "-o", tmp_path / "no", "--move", "--link", status=1)
 
 
+def test_a_review_takes_skip_errors_as_other_commands_do(photos, model, tmp_path, monkeypatch):
+    served = []
+    monkeypatch.setattr(server.Server, "serve", lambda server, browser: served.append(server))
+    (tmp_path / "broken.png").write_text("hello")
+    for more in ([], ["--skip-errors"]):
+        result = CliRunner().invoke(
+            app, ["review", str(model), str(photos), str(tmp_path / "broken.png"), "-o", str(tmp_path / "c.csv"), *more]
+        )
+        assert result.exit_code == 0, result.output
+        assert "broken.png: not an image file" in result.stderr
+    assert len(served) == 2
+
+
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="names that are no text")
-def test_names_that_standard_output_cannot_encode_are_written(photos, checkpoint, tmp_path):
+@pytest.mark.slow
+def test_names_that_standard_output_cannot_encode_are_written(photos, tmp_path):
     for folder, name in (("red", b"caf\xe9"), ("blue", "\u9ce5".encode())):
         shutil.copytree(photos / folder, tmp_path / "photos" / os.fsdecode(name))
 
@@ -493,7 +713,7 @@ def test_names_that_standard_output_cannot_encode_are_written(photos, checkpoint
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run("fit", tmp_path / "photos", "-o", tmp_path / "m", "--checkpoint", checkpoint, "--device", "cpu")
+    run("fit", tmp_path / "photos", "-o", tmp_path / "m", "--image-size", 32, "--device", "cpu")  # not the narrow one
     said = written("predict", tmp_path / "m", tmp_path / "photos")
     for line in (b"/caf\xe9/0.png,caf\xe9", b"/\xe9\xb3\xa5/0.png,\xe9\xb3\xa5"):
         assert line in said
@@ -641,3 +861,46 @@ def test_a_label_with_a_comma_has_its_share_in_quotes(checkpoint, photos, tmp_pa
         "green, a=b": 0.2,
         "red": 0.5,
     }
+
+
+def test_pages_and_bands_that_were_given_to_fit_are_those_of_predict(checkpoint, tmp_path):
+    rng = np.random.default_rng(0)
+    for name, level in (("dark", 60), ("bright", 180)):
+        (tmp_path / "stacks" / name).mkdir(parents=True)
+        for index in range(3):
+            black, told = np.zeros((24, 24, 3), np.uint8), rng.integers(level - 30, level + 30, (24, 24, 3), np.uint8)
+            first, second = map(Image.fromarray, (black, told))
+            first.save(tmp_path / "stacks" / name / f"{index}.tif", save_all=True, append_images=[second])
+    settings = ("--checkpoint", checkpoint, "--device", "cpu")
+    said = run("fit", tmp_path / "stacks", "-o", tmp_path / "m", *settings, status=1)
+    assert "0.tif: it is a stack of several pages" in said
+    assert "fit --pages" in said
+    run("fit", tmp_path / "stacks", "-o", tmp_path / "m", *settings, "--pages", "1", "--bands", "2,1,0")
+    classifier = SimpleCNAPSClassifier.load(tmp_path / "m")
+    assert (classifier.pages, classifier.bands) == (1, (2, 1, 0))
+    said = run("predict", tmp_path / "m", tmp_path / "stacks")
+    assert [line.split(",")[1] for line in said.splitlines()[1:]] == 3 * ["bright"] + 3 * ["dark"]
+    assert "pages must be" in run(
+        "fit", tmp_path / "stacks", "-o", tmp_path / "n", *settings, "--pages", "each", status=1
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "backend", ["module://matplotlib_inline.backend_inline", "module://no_such_module", "Qt5Agg", "no such backend", ""]
+)
+def test_the_command_draws_whatever_backend_its_environment_names(backend: str, tmp_path: Path) -> None:
+    draw = (
+        "import sys; sys.modules['matplotlib_inline'] = None\n"
+        "from fewshot_mahalanobis import __main__ as command\n"
+        "def draw():\n"
+        "    from matplotlib import pyplot\n"
+        "    pyplot.figure(figsize=(2, 1), dpi=50)\n"
+        "    pyplot.savefig('drawn.png')\n"
+        "command.exit_after = lambda run: draw()\n"
+        "command.main()"
+    )
+    environment = {**os.environ, "MPLBACKEND": backend}
+    subprocess.run([sys.executable, "-c", draw], env=environment, cwd=tmp_path, check=True)
+    with Image.open(tmp_path / "drawn.png") as drawn:
+        assert drawn.size == (100, 50)

@@ -1,74 +1,142 @@
 """How commands end: Ctrl-C at work leaves nothing half done, and standard output that cannot be written is said.
 
-The commands are processes of their own. Each reports by an audit hook that it has come to a certain operation and waits
-there until the signal has been sent to its process group, as a terminal sends it.
+Most commands are forks of this process, which spares each the import of PyTorch. Those that train are forks of a server
+that has computed nothing: PyTorch refuses gradients in a child of a process that has computed some. Each reports by an
+audit hook that it has come to a certain operation, and waits there until the signal has been sent to its process group,
+as a terminal sends it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
+from fewshot_mahalanobis.__main__ import main
+from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.exit_status import exit_after
+from fewshot_mahalanobis.research.training.run import stopped_between_steps
 from tests.research.training.small import PRETRAIN, draw_colours
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups and pipes of POSIX")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="forks, process groups and pipes of POSIX"),
+    pytest.mark.process,
+    pytest.mark.slow,
+]
 
-#: Arguments: an audit event, a pattern of its arguments, which of the operations, two pipes; then those of the command.
-AT_AN_OPERATION = r"""
-import os, re, runpy, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background would ignore it
-event, pattern, number, come, go = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
-del sys.argv[1:6]
-def hook(name, arguments):
-    global number
-    if re.fullmatch(event, name) and re.search(pattern, str(arguments[0])):
-        number -= 1
-        if number == 0:
-            os.write(come, b"!")
-            os.read(go, 1)
-sys.addaudithook(hook)
-runpy.run_module("fewshot_mahalanobis", run_name="__main__", alter_sys=True)
-"""
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload([__name__, "torch._dynamo"])  # which the first step of a process imports
 
 
-def sent(sign: int, event: str, pattern: str, *command: object, number: int = 1) -> tuple[int, str, str]:
-    """Status, output and errors of a command that gets a signal at the n-th operation of a kind."""
-    (come, report), (wait, go) = os.pipe(), os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-c", AT_AN_OPERATION, event, pattern, *map(str, (number, report, wait, *command))],
-        pass_fds=(report, wait),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-    os.close(report)
-    os.close(wait)
-    came = os.read(come, 1)
-    if came:
-        os.killpg(process.pid, sign)
-        os.write(go, b"!")
-    output, errors = process.communicate(timeout=300)
-    os.close(come)
-    os.close(go)
-    assert came, f"the command ended before the operation: {errors}"
-    return process.returncode, output, errors
+def forked(command: list[object], output: int, errors: int, prepare: Callable[[], None] = lambda: None) -> int:
+    """Run a command in a fork of this process with its own session and standard files; return its number."""
+    number = os.fork()
+    if number == 0:
+        _run(command, output, errors, prepare)
+    return number
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def _run(command: list[object], output: int, errors: int, prepare: Callable[[], None]) -> NoReturn:
+    status: object = 1
+    try:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        torch.set_num_threads(1)  # a fork has none of its parent's OpenMP threads and would wait for them
+        sys.argv = ["fewshot-mahalanobis", *map(str, command)]
+        prepare()
+        main()
+    except SystemExit as stop:
+        status = stop.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+def stop_at(event: str, pattern: str, number: int, pipe: Connection) -> None:
+    """Report the n-th operation of a kind, from now on, to the other end of a pipe, and wait for its answer."""
+
+    def hook(name: str, arguments: tuple[object, ...]) -> None:
+        nonlocal number
+        if number > 0 and name == event and re.search(pattern, str(arguments[0])):
+            number -= 1
+            if number == 0:
+                pipe.send(None)
+                pipe.recv()
+
+    for name in [name for name in sys.modules if event == "import" and re.search(pattern, name)]:
+        del sys.modules[name]
+    sys.addaudithook(hook)
+
+
+def interrupted(event: str, pattern: str, *command: object) -> tuple[int, str]:
+    """Status and errors of a command that gets Ctrl-C at an operation."""
+    ours, its = multiprocessing.Pipe()
+    with tempfile.TemporaryFile("w+") as errors, Path(os.devnull).open("w") as nowhere:
+        number = forked(
+            [*command], nowhere.fileno(), errors.fileno(), lambda: (ours.close(), stop_at(event, pattern, 1, its))
+        )
+        its.close()
+        said = signalled(number, signal.SIGINT, ours)
+        status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+        errors.seek(0)
+        assert said, f"the command ended before the operation: {errors.read()}"
+        errors.seek(0)
+        return status, errors.read()
+
+
+def signalled(number: int, sign: int, pipe: Connection) -> bool:
+    """Send a signal to the group of a process once it has come to its operation; False if it has ended before."""
+    with pipe:
+        try:
+            pipe.recv()
+        except EOFError:
+            return False
+        os.killpg(number, sign)
+        with suppress(BrokenPipeError):
+            pipe.send(None)
+    return True
+
+
+def _train(command: list[str], pattern: str, number: int, pipe: Connection, errors: Path) -> NoReturn:
+    with errors.open("w") as file, Path(os.devnull).open("w") as nowhere:
+        _run([*command], nowhere.fileno(), file.fileno(), lambda: stop_at("open", pattern, number, pipe))
+
+
+def training_that_gets(sign: int, command: list[str], number: int, errors: Path) -> tuple[int, str]:
+    """Status and errors of a training that gets a signal when it opens its log for the n-th time."""
+    ours, its = server.Pipe()
+    process = server.Process(target=_train, args=(command, r"log\.jsonl$", number, its, errors))
+    process.start()
+    its.close()
+    came = signalled(process.pid or 0, sign, ours)
+    process.join(300)
+    assert came, f"the training ended before: {errors.read_text()}"
+    return process.exitcode or 0, errors.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -85,23 +153,20 @@ def model(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 #: Moment -> audit event, pattern, command. {} stands for the folder of outputs, and for an old file in it.
-READING = ("open", r"/\d\.png$")
 MOMENTS = {
-    "the beginning": ("import", r"^typer$", ["--help"]),
     "checkpoints list": ("import", r"evaluation\.tables$", ["checkpoints", "list"]),
-    "checkpoints show": ("import", r"evaluation\.tables$", ["checkpoints", "show", "default"]),
-    "checkpoints download": ("open", r"config\.json$", ["checkpoints", "download", "resnet18"]),
-    "demo, writing": ("os.rename", r"\.saving-old", ["demo", "-o", "{}/old", "--checkpoint", "resnet18"]),
-    "fit, reading": (*READING, ["fit", "PHOTOS", "-o", "{}/old", "--checkpoint", "resnet18"]),
-    "fit, writing": ("os.rename", r"\.saving-old", ["fit", "PHOTOS", "-o", "{}/old", "--checkpoint", "resnet18"]),
-    "predict, reading": (*READING, ["predict", "MODEL", "PHOTOS"]),
-    "sort, reading": (*READING, ["sort", "MODEL", "PHOTOS", "-o", "{}/sorted"]),
+    "fit, reading": ("open", r"/\d\.png$", ["fit", "PHOTOS", "-o", "{}/old", "--checkpoint", "resnet18"]),
+    "fit, writing": (
+        "os.rename",
+        r"\.saving-old",
+        ["fit", "PHOTOS", "-o", "{}/old", "--no-cache", "--checkpoint", "resnet18"],
+    ),
     "page, writing": ("os.mkdir", r"\.saving-page", ["page", "MODEL", "-o", "{}/page"]),
-    "evaluate, reading": (*READING, ["evaluate", "PHOTOS", "--checkpoint", "resnet18", "-o", "{}/old.json"]),
-    "pretrain, reading": (*READING, ["pretrain", "PHOTOS", "-o", "{}/run"]),
-    "data check": ("import", r"research\.data\.check$", ["data", "check", "PHOTOS"]),
-    "data download": ("urllib.Request", "", ["data", "download", "omniglot", "{}"]),
 }
+
+
+def test_ctrl_c_while_a_command_starts_ends_it_with_130() -> None:
+    assert interrupted("import", r"^(typer|fewshot_mahalanobis\.apps\.cli)$", "--help") == (130, "")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -112,14 +177,11 @@ def test_ctrl_c_ends_each_command_with_130_and_leaves_what_was_there(
     (tmp_path / "old").write_text("old")
     named = {"PHOTOS": photos, "MODEL": model}
     arguments = [named.get(part, part.format(tmp_path)) for part in command]
-    status, _, errors = sent(signal.SIGINT, event, pattern, *arguments)
+    status, errors = interrupted(event, pattern, *arguments)
     assert status == 130, errors
     assert "Traceback" not in errors
     assert "Aborted" not in errors
-    left = {name for name in contents(tmp_path) if name != "run/recipe.json"}  # which a mistaken command may leave
-    assert left == {"old"}
-    assert (tmp_path / "old").read_text() == "old"
-    assert not list(tmp_path.rglob(".saving-*"))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"old": "old"}
 
 
 def test_an_error_that_ctrl_c_causes_on_its_way_out_is_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,41 +200,25 @@ def test_an_error_that_ctrl_c_causes_on_its_way_out_is_ctrl_c(capsys: pytest.Cap
     assert not capsys.readouterr().err
 
 
-def test_an_error_after_a_handled_one_is_no_ctrl_c() -> None:
-    def fails() -> None:
-        try:
-            raise KeyError
-        except KeyError:
-            raise RuntimeError("of its own") from None
-
-    with pytest.raises(RuntimeError, match="of its own"):
-        exit_after(fails)
-
-
 @pytest.mark.parametrize(
-    ("name", "command"),
-    [("app", ["app", "--checkpoint", "resnet18"]), ("page", ["review", "MODEL", "PHOTOS", "-o", "TABLE"])],
+    "command",
+    [["app", "--checkpoint", "resnet18"], ["review", "MODEL", "PHOTOS", "-o", "TABLE"]],
+    ids=["app", "review"],
 )
-def test_ctrl_c_stops_a_server_with_130(
-    name: str, command: list[str], photos: Path, model: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_stops_a_server_with_130(command: list[str], photos: Path, model: Path, tmp_path: Path) -> None:
     named = {"PHOTOS": str(photos / "c0"), "MODEL": str(model), "TABLE": str(tmp_path / "checked.csv")}
     arguments = [named.get(part, part) for part in command]
-    process = subprocess.Popen(
-        [sys.executable, "-c", AT_AN_OPERATION, "none", "", "0", "0", "0", *arguments, "--no-browser"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith(f"The {name} is at http"), line
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    assert output == ""
+    reader, writer = os.pipe()
+    with tempfile.TemporaryFile("w+") as errors, os.fdopen(reader) as output:
+        number = forked([*arguments, "--no-browser"], writer, errors.fileno())
+        os.close(writer)
+        line = output.readline()
+        assert line.startswith("The page is at http"), line
+        os.killpg(number, signal.SIGINT)
+        assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 130
+        errors.seek(0)
+        assert "Traceback" not in errors.read()
+        assert output.read() == ""
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -211,18 +257,40 @@ def saved_step(run: Path) -> int:
 def test_a_training_that_is_asked_to_stop_ends_its_step_saves_and_goes_on_from_there(
     command: str, sign: int, status: int, training: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """The processes that load images get the signal too."""
-    arguments = [*training[command], "-o", str(tmp_path / "run"), "--workers", "1"]
+    """Where processes load images, they get the signal too."""
+    arguments = [*training[command], "-o", str(tmp_path / "run"), "--workers", "1" if command == "pretrain" else "0"]
     number = 2 if command == "meta-train" else 1  # written before it is asked whether to stop, or after
-    ended, _, errors = sent(sign, "open", r"log\.jsonl$", *arguments, number=number)
+    ended, errors = training_that_gets(sign, arguments, number, tmp_path / "errors")
     assert ended == status, errors
     assert "Traceback" not in errors
     assert saved_step(tmp_path / "run") == 2
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"recipe.json", "log.jsonl", "state.pt"}
-    done = subprocess.run([sys.executable, "-m", "fewshot_mahalanobis", *arguments], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, [*arguments[:-1], "0"])
+    assert done.exit_code == 0, done.output
     assert saved_step(tmp_path / "run") == 3
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_signals_wait_for_the_end_of_a_step_however_often_they_come(sign: int) -> None:
+    one = SimpleNamespace(num_processes=1, is_main_process=False)
+    came, before = list[int](), signal.signal(sign, lambda number, _: came.append(number))
+    try:
+        with stopped_between_steps(one) as stop:
+            assert not stop()
+            for _ in range(3):  # a launcher passes on what the terminal has sent
+                signal.raise_signal(sign)
+            assert stop()
+            assert came == []
+        assert came == [sign]
+        signal.signal(sign, signal.SIG_IGN)  # by nohup, say
+        with stopped_between_steps(one) as stop:
+            signal.raise_signal(sign)
+            assert not stop()
+        with ThreadPoolExecutor(1) as pool:  # which may set no handlers
+            assert pool.submit(lambda: stopped_between_steps(one).__enter__()()).result() is False
+    finally:
+        signal.signal(sign, before)
 
 
 @pytest.mark.parametrize("command", ["meta-train", "pretrain"])
@@ -230,7 +298,7 @@ def test_a_training_that_is_killed_after_its_first_step_keeps_it(
     command: str, training: dict[str, list[str]], tmp_path: Path
 ) -> None:
     arguments = [*training[command], "-o", str(tmp_path / "run")]
-    ended, _, _ = sent(signal.SIGKILL, "open", r"log\.jsonl$", *arguments, number=2)
+    ended, _ = training_that_gets(signal.SIGKILL, arguments, 2, tmp_path / "errors")
     assert ended == -signal.SIGKILL
     assert saved_step(tmp_path / "run") == 1
 
@@ -247,41 +315,81 @@ def full_disk() -> Iterator[int]:
         yield file.fileno()
 
 
+ONE_LINE = "error: standard output cannot be written: No space left on device"
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["--version"],
-        ["checkpoints", "list"],
-        ["predict", "MODEL", "PHOTOS"],
-    ],
-)
-def test_a_full_disk_behind_standard_output_is_one_line_and_status_1(
-    command: list[str], unbuffered: str, photos: Path, model: Path, tmp_path: Path
-) -> None:
-    named = {"PHOTOS": str(photos), "MODEL": str(model), "OUT": str(tmp_path / "demo.png")}
-    arguments = [named.get(part, part) for part in command]
+def test_a_full_disk_behind_standard_output_is_one_line_and_status_1(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "fewshot_mahalanobis", "--version"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with full_disk() as output:
-        done = subprocess.run(
-            [sys.executable, "-m", "fewshot_mahalanobis", *arguments],
-            stdout=output,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
-        )
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
-    assert lines == ["error: standard output cannot be written: No space left on device"]
-    assert done.returncode == 1
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr.splitlines()) == (1, [ONE_LINE])
+
+
+@pytest.mark.parametrize("command", [["checkpoints", "list"], ["predict", "MODEL", "PHOTOS"]], ids=" ".join)
+def test_a_full_disk_behind_what_a_command_prints_in_the_end_is_said_likewise(
+    command: list[str], photos: Path, model: Path
+) -> None:
+    named = {"PHOTOS": photos, "MODEL": model}
+    with full_disk() as output, tempfile.TemporaryFile("w+") as errors:
+        number = forked([named.get(part, part) for part in command], output, errors.fileno())
+        assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 1
+        errors.seek(0)
+        assert [line for line in errors.read().splitlines() if not line.startswith("note: ")] == [ONE_LINE]
+
+
+#: A command like ``predict``: notes on one stream, the answer on the other, and a file.
+COMMAND = """\
+import sys, warnings
+from fewshot_mahalanobis.apps.exit_status import exit_after
+def command():
+    with open("file", "w") as file:
+        warnings.warn("a note")
+        print("a note", file=sys.stderr, flush=True)
+        sys.stdin.read()
+        file.write("content")
+    sys.__stdout__ is None and sys.exit("nowhere to write to")
+    print("answer")
+exit_after(command)
+"""
+#: Redirection -> status of the command.
+REDIRECTED = {
+    "2>&-": 0,
+    "2>/dev/full": 0,
+    "<&-": 0,
+    "<&- 2>&-": 0,
+    ">&-": 1,
+    "<&- >&- 2>&-": 1,
+    ">/dev/full 2>&-": 1,
+    ">/dev/full 2>/dev/full": 1,
+}
+
+
+@pytest.mark.parametrize("redirected", REDIRECTED)
+def test_a_stream_that_is_closed_or_full_costs_a_command_no_more_than_what_goes_there(
+    redirected: str, tmp_path: Path
+) -> None:
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("no device that is always full")
+    (tmp_path / "command.py").write_text(COMMAND)
+    command = ["sh", "-c", f'"{sys.executable}" command.py {redirected}']
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, input="", check=False)
+    status = REDIRECTED[redirected]
+    assert (done.returncode, done.stdout) == (status, "" if status else "answer\n")
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "file").read_text() == "content"
 
 
 def test_a_reader_that_has_gone_is_no_error_to_speak_of() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "fewshot_mahalanobis", "checkpoints", "list"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
+    with tempfile.TemporaryFile("w+") as errors:
+        number = forked(["checkpoints", "list"], writer, errors.fileno())
+        os.close(writer)
+        assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 1
+        errors.seek(0)
+        assert errors.read() == ""
 
 
 def test_errors_that_have_nothing_to_do_with_standard_output_are_not_hidden() -> None:

@@ -20,9 +20,11 @@ from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.apps.cli import app
-from fewshot_mahalanobis.apps.review import Review
 from fewshot_mahalanobis.apps.session import Session
+from fewshot_mahalanobis.images.folders import read_labels
 from fewshot_mahalanobis.networks import devices
+
+pytestmark = pytest.mark.docs
 
 PAGE = Path(__file__).parents[2] / "docs" / "label_correct_repeat.md"
 #: A part of the page that runs: code and the lines that it prints, commands, answers to `review` and in the app.
@@ -55,42 +57,45 @@ def run_command(line: str) -> str:
     return result.stderr if file else result.output
 
 
+def shown(session: Session) -> dict[str, str]:
+    """File -> the label that the page shows: the user's, else the classifier's."""
+    found = {}
+    for number, picture in session.pictures.items():
+        answer = session.answer(number)
+        if (label := session.labels.get(number, answer and answer.label)) is not None:
+            found[picture.name] = label
+    return found
+
+
+def right_labels(names: dict[str, Any], session: Session) -> int:
+    return sum(label == names["right_label"](file) for file, label in shown(session).items() if "-is-" in file)
+
+
 def answer_review(names: dict[str, Any], sentence: str) -> str:
-    """Answer thirty questions; the sentence with the numbers of right labels."""
-    review = Review(
-        SimpleCNAPSClassifier.load("round-1.safetensors", device="cpu"),
-        sorted(Path("unlabelled").iterdir()),
-        Path("checked.csv"),
-    )
-    right = []
-    for answered in range(31):
-        if answered % 15 == 0:
-            labels = [review.answer(picture).label for picture in range(len(review.paths))]
-            truth = [names["right_label"](str(path)) for path in review.paths]
-            right.append(sum(map(str.__eq__, labels, truth)))
-        if answered < 30:
-            asked = review.next_picture()
-            assert asked is not None
-            review.label([asked], names["right_label"](str(review.paths[asked])))
-    return with_counts(sentence, right)
+    """What `review` says about the folder."""
+    start = SimpleCNAPSClassifier.load("round-1.safetensors", device="cpu")
+    session = Session(start, sorted(Path("unlabelled").iterdir()), Path("checked.csv"))
+    return answered(names, sentence, session)
 
 
 def press_in_the_app(names: dict[str, Any], sentence: str) -> str:
-    """Press what fifteen pictures are and learn, twice; the sentence with the numbers of right labels."""
+    """What the app says about pictures that were dropped."""
     session = Session(load_checkpoint("default"), device="cpu")
     for folder in sorted(Path("digits").iterdir()):
-        session.add(folder.name, [str(file) for file in folder.iterdir()])
-    files = sorted(map(str, Path("unlabelled").iterdir()))
-    session.ask(files)
-    truth = {picture: names["right_label"](file) for picture, file in zip(session.queries, files, strict=True)}
-    right = list[int]()
-    for known in (0, 15, 30):
-        assert len(session.answers) == 100 - known
-        answers = [(answer.label, answer.unknown, truth[answer.picture]) for answer in session.answers]
-        right.append(known + sum(label == true and not unknown for label, unknown, true in answers))
-        for answer in session.ranked()[:15]:
-            session.mark(answer.picture.number, truth[answer.picture])
-        session.learn()
+        session.add([(file, file.name) for file in folder.iterdir()], folder.name)
+    session.add([(file, str(file)) for file in sorted(Path("unlabelled").iterdir())])
+    return answered(names, sentence, session)
+
+
+def answered(names: dict[str, Any], sentence: str, session: Session) -> str:
+    """Answer thirty questions; the sentence with the numbers of right labels before, after fifteen, and after all."""
+    right = [right_labels(names, session)]
+    for _ in range(2):
+        for _ in range(15):
+            asked = session.next_picture()
+            assert asked is not None
+            session.label([asked], names["right_label"](session.pictures[asked].name))
+        right.append(right_labels(names, session))
     return with_counts(sentence, right)
 
 
@@ -130,11 +135,27 @@ def test_three_rounds_go_as_the_page_tells(tmp_path: Path, monkeypatch: pytest.M
         r"labels-\d.csv: (\d+) of 100 right",
         r"round \d: (\d+) of",
         r"answer (\d+) of .* fifteen (\d+), after thirty (\d+)",
-        r"press (\d+) of .* fifteen (\d+), after thirty (\d+)",
     ):
         right = [int(count) for match in re.finditer(way, found) for count in match.groups()]
-        assert len(right) == 3
-        assert right[0] + 10 < right[1] < right[2]  # a round is worth it
+        assert len(right) == (6 if "answer" in way else 3)  # in review and in the app
+        for before, one, two in zip(right[::3], right[1::3], right[2::3], strict=True):
+            assert before + 10 < one < two  # a round is worth it
+
+
+def test_the_code_that_checks_a_table_looks_at_rejected_pictures_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = [part["code"] for part in PART.finditer(PAGE.read_text()) if part["code"] and "def check" in part["code"]]
+    names: dict[str, Any] = {"Path": Path}
+    exec(compile(code.rpartition("check(")[0], str(PAGE), "exec"), names)
+    rows = [f"{i}-is-7.png,7,,7,0.{10 + i}" for i in range(20)] + [f"{i}-is-8.png,none,,none," for i in (20, 21)]
+    Path("labels.csv").write_text("path,label,checked,predicted,probability\n" + "\n".join(rows) + "\n")
+    names["check"]("labels.csv")
+    Path("0-is-7.png").touch()  # for a table of which nothing is there is refused
+    read = read_labels(Path("labels.csv"), rows="checked")
+    assert [path.name for path in read.images] == [f"{i}-is-7.png" for i in range(13)] + ["20-is-8.png", "21-is-8.png"]
+    assert read.labels == ["7"] * 13 + ["8"] * 2
 
 
 if __name__ == "__main__":

@@ -1,53 +1,77 @@
-"""The app's command, and its page in a real browser."""
+"""The page of the app and of ``review`` in a real browser, and their commands."""
 
 from __future__ import annotations
 
-import inspect
+import csv
+import json
+import os
 import re
-import socket
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
-import gradio
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from playwright.sync_api import Page, expect
-from sklearn.datasets import load_digits
+from playwright.sync_api import Browser, Page, expect
+from safetensors import safe_open
 from typer.testing import CliRunner
 
-from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
+from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
+from fewshot_mahalanobis.apps import server
 from fewshot_mahalanobis.apps.cli import app
-from fewshot_mahalanobis.apps.page import make_page, serve, start_server
-from fewshot_mahalanobis.apps.session import UNKNOWN, Session
-from tests.browser import NARROW, WIDE, chromium, contrast, is_dark, keep, overflow, requests_of
-from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
+from fewshot_mahalanobis.apps.server import Server
+from fewshot_mahalanobis.apps.session import Session
+from tests.apps.test_label_table import coloured_classifier, write_pictures
+from tests.browser import NARROW, WIDE, chromium, contrast, drop, is_dark, keep, overflow
+from tests.tiny import LABELS, pictures
 
-#: Pixels a side: the page does not depend on it, and the tests take a third of the time.
-SIZE = 128
+HOSTILE = "<img src=x onerror=document.title='taken'>"
 
 
-def test_the_command_serves_a_checkpoint_or_a_model_file_on_this_machine_alone(
+def test_the_commands_serve_a_checkpoint_a_model_file_or_pictures_on_this_machine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served: list[dict[str, Any]] = []
-    monkeypatch.setattr("fewshot_mahalanobis.apps.page.make_page", lambda start, device: start)
-    signature = inspect.signature(serve)
-    monkeypatch.setattr(
-        "fewshot_mahalanobis.apps.page.serve",
-        lambda *given, **named: served.append(signature.bind(*given, **named).arguments),
-    )
+    made: list[tuple[Any, ...]] = []
+
+    class Recorded:
+        def __init__(self, session: Session, host: str, port: int | None, token: str | None) -> None:
+            made.append((session, host, port, token))
+
+        def serve(self, *, browser: bool) -> None:
+            made[-1] += (browser,)
+
+    monkeypatch.setattr(server, "Server", Recorded)
+    monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = SimpleCNAPS(image_size=32).eval()
     SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8, 1), LABELS).save(tmp_path / "m.safetensors")
-    assert CliRunner().invoke(app, ["app", "--model", str(tmp_path / "m.safetensors")]).exit_code == 0
-    assert served[0]["page"].classes_.tolist() == ["blue", "green", "red"]
-    assert served[0]["host"] == "127.0.0.1"
-    assert served[0]["share"] is False
+    write_pictures(tmp_path / "new", ["red", "blue"])
+    (tmp_path / "new" / "notes.png").write_text("hello")
+    for arguments in (
+        ["app", "--model", "m.safetensors", "--no-browser"],
+        ["app", "--model", "m.safetensors", "new", "-o", "labels.csv"],
+        ["review", "m.safetensors", "new", "--port", "7000"],
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    assert "notes.png: not an image file" in result.stderr
+    assert [session.counts() for session, *_ in made] == [{"blue": 3, "green": 3, "red": 2}] * 3
+    assert [len(session.pictures) for session, *_ in made] == [0, 2, 2]
+    tables = [session.table and str(session.table.path) for session, *_ in made]
+    assert tables == [None, "labels.csv", "checked.csv"]
+    assert [rest for _, *rest in made] == [
+        ["127.0.0.1", None, None, False],
+        ["127.0.0.1", None, None, True],
+        ["127.0.0.1", 7000, None, True],
+    ]
     for arguments, message in (
         (["--model", "m", "--checkpoint", "other"], "exclude each other"),
         (["--model", str(tmp_path / "none")], "no saved classifier"),
@@ -60,324 +84,340 @@ def test_the_command_serves_a_checkpoint_or_a_model_file_on_this_machine_alone(
 # ---------------------------------------------------------------------- the page
 
 
+@contextmanager
+def visiting(browser: Browser, session: Session) -> Iterator[Page]:
+    """The page of a session; nothing may go wrong on it, and it may ask no other server."""
+    wrong: list[str] = []
+    server = Server(session)
+    thread = Thread(target=server.serve)
+    thread.start()
+    page = browser.new_page(viewport=WIDE)
+    try:
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if "Policy" in message.text else None)
+        local = (server.address, "data:", "blob:")
+        page.on("request", lambda request: None if request.url.startswith(local) else wrong.append(request.url))
+        page.goto(server.address)
+        expect(page.locator("#status")).not_to_have_text("Loading …")
+        yield page
+        assert page.title() == "Picture classifier"
+    finally:
+        page.close()
+        server.stop()
+        thread.join()
+    assert wrong == []
+
+
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[str, list[Any]]]:
-    """The address of a page that starts from the default checkpoint at ``SIZE``, and where its process connected to."""
-    connections: list[Any] = []
-    connect = socket.socket.connect
-
-    def recorded(self: socket.socket, address: Any) -> None:
-        if self.family != socket.AF_UNIX:
-            connections.append(address[0])
-        connect(self, address)
-
-    page = make_page(load_checkpoint("default").at_size(SIZE), device="cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "connect", recorded)
-        address = start_server(page)
-        yield address, connections
-    page.close(verbose=False)
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Handwritten digits as PNG files, six of each name; the last is for asking."""
-    data, folder = load_digits(), tmp_path_factory.mktemp("digits")
-    files: dict[str, list[str]] = {}
-    for name, digit in (("three", 3), ("seven", 7), ("nine", 9), ("one", 1)):
-        for index in np.flatnonzero(data.target == digit)[:6]:
-            file = folder / f"{name}-{index}.png"
-            pixels = np.round(data.images[index] * (255 / 16)).astype(np.uint8)
-            Image.fromarray(pixels).resize((160, 160), Image.Resampling.BICUBIC).save(file)
-            files.setdefault(name, []).append(str(file))
-    return files
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        expect.set_options(timeout=60_000)
+        yield one
 
 
 @pytest.fixture
-def files_of_two(tmp_path: Path) -> dict[str, list[str]]:
-    """Two picture files of each of two classes."""
-    for index, image in enumerate(pictures(4, 3)):
-        Image.fromarray(image).save(tmp_path / f"{index}.png")
-    files = [str(tmp_path / f"{index}.png") for index in range(4)]
-    return {"red": files[:2], "<img src=x onerror=document.title='taken'> blue": files[2:]}
+def session(tmp_path: Path) -> Session:
+    """70 red pictures, 6 blue ones, and two green ones, of which one has a hostile name."""
+    paths = write_pictures(tmp_path / "new", ["red"] * 70 + ["blue"] * 6 + ["green"] * 2)
+    paths[-1] = paths[-1].rename(tmp_path / "new" / f"{HOSTILE}.png")
+    return Session(coloured_classifier(), paths, tmp_path / "checked.csv")
 
 
-@contextmanager
-def visiting(served: gradio.Blocks) -> Iterator[Page]:
-    """What is served, opened in a browser."""
-    address = start_server(served)
-    try:
-        with chromium() as browser:
-            expect.set_options(timeout=120_000)
-            visit = browser.new_context(viewport=WIDE).new_page()
-            visit.goto(address)
-            yield visit
-    finally:
-        served.close(verbose=False)
+@pytest.fixture
+def page(browser: Browser, session: Session) -> Iterator[Page]:
+    """The page on a folder, which begins with a question."""
+    with visiting(browser, session) as page:
+        expect(page.locator("#choices button")).not_to_have_count(0)
+        yield page
 
 
-def teach(page: Page, name: str, files: list[str]) -> None:
-    page.locator("#class-name").locator("input, textarea").first.fill(name)
-    page.locator("#class-files input[type=file]").set_input_files(files)
-    expect(page.locator("#class-files")).to_contain_text(Path(files[-1]).suffix)  # the list of uploaded files
-    page.locator("#add").click()
+def table_of(session: Session) -> Path:
+    assert session.table is not None
+    return session.table.path
 
 
-def ask(page: Page, *files: str) -> None:
-    page.locator("#query input[type=file]").set_input_files(list(files))
+def labels_in(session: Session) -> dict[str, str]:
+    """File name -> label in the table on disk."""
+    with table_of(session).open(newline="", encoding="utf-8") as file:
+        return {Path(path).name: label for path, label in [*csv.reader(file)][1:]}
 
 
-def expect_readable(page: Page) -> None:
-    for text in (
-        "#answers .said",
-        "#answers figcaption",
-        "#classes .class",
-        "#state .said",
-        "#answers .choices button",
-        "#answers .choices button[aria-pressed=true]",
-        "h1",
-        "h2",
-    ):
-        assert contrast(page, text) >= 4.5, text
-    assert overflow(page) <= 0
+def expect_ready(page: Page) -> None:
+    """Wait until the page takes the next key, and shows what it knows."""
+    expect(page.locator("body[aria-busy]")).to_have_count(0)
+    page.evaluate("new Promise(resolve => setTimeout(resolve, 150))")
 
 
-def test_in_a_browser_pictures_are_uploaded_classified_and_the_model_downloaded(
-    served: tuple[str, list[Any]], digits: dict[str, list[str]], tmp_path: Path
+def expect_labelled(page: Page, number: int) -> None:
+    expect(page.locator("#progress")).to_contain_text(f"{number} of 78 labelled, in ")
+    expect_ready(page)
+
+
+def asked_about(page: Page) -> str:
+    expect_ready(page)
+    return Path(page.locator("#question-name").inner_text()).name
+
+
+def open_wall(page: Page, label: str) -> None:
+    page.keyboard.press("w")
+    expect_ready(page)
+    page.get_by_role("group", name="Answers").get_by_role("button", name=label).first.click()
+    expect(page.locator("#shown")).to_have_text(label)
+    expect_ready(page)
+
+
+@pytest.mark.browser
+def test_questions_are_answered_by_keys(page: Page, session: Session) -> None:
+    given = {}
+    for number, (key, place) in enumerate([("1", 0), ("2", 1), ("0", None)], start=1):
+        name = asked_about(page)
+        texts = page.locator("#choices button").all_inner_texts()
+        choices = [re.sub(r"\d+%$", "", text).split(" ", 1) for text in texts]
+        assert [shown for shown, _ in choices] == ["1", "2", "3", "0", "s"]
+        page.keyboard.press(key)
+        expect_labelled(page, number)
+        given[name] = "unknown" if place is None else choices[place][1]
+    assert labels_in(session) == given
+    name = asked_about(page)
+    page.keyboard.press("s")
+    expect(page.locator("#question-name")).not_to_contain_text(name)
+    name = asked_about(page)
+    page.keyboard.press("/")
+    page.keyboard.type("RED\n")
+    expect(page.locator("#status.problem")).to_contain_text("There is a class “red”")
+    assert labels_in(session) == given
+    page.locator("#typed").fill("purple 1")
+    page.locator("#typed").press("Enter")
+    expect_labelled(page, 4)
+    assert labels_in(session) == {**given, name: "purple 1"}
+    page.keyboard.press("u")
+    expect_labelled(page, 3)
+    assert asked_about(page) == name
+    assert labels_in(session) == given
+    expect(page.locator("#status.problem")).to_have_count(0)
+
+
+@pytest.mark.browser
+def test_in_the_end_nothing_is_asked_and_what_others_label_is_not_lost(page: Page, session: Session) -> None:
+    name = asked_about(page)
+    number = next(number for number, picture in session.pictures.items() if Path(picture.name).name == name)
+    session.label([number], "blue")  # in another tab
+    page.keyboard.press("1")
+    expect(page.locator("#status.problem")).to_contain_text("has another label meanwhile, by somebody else: blue")
+    assert labels_in(session) == {name: "blue"}
+    last = next(other for other in session.pictures if other != number)
+    session.label([other for other in session.pictures if other not in (number, last)], "red")
+    page.reload()
+    expect(page.locator("#question-name")).to_have_text(session.pictures[last].name)
+    page.keyboard.press("1")
+    expect(page.locator("#what")).to_have_text("Every picture has a label.")
+    expect(page.locator("#labelling")).to_be_hidden()
+    keep(page, "page-done")
+
+
+@pytest.mark.browser
+def test_forty_are_corrected_in_two_gestures_and_taken_back_by_one(page: Page, session: Session) -> None:
+    open_wall(page, "red")
+    tiles = page.locator(".tile")
+    expect(tiles).to_have_count(60)
+    names = {Path(tile.get_attribute("title") or "").name for tile in tiles.all()[:40]}
+    tiles.nth(0).click()
+    tiles.nth(39).click(modifiers=["Shift"])
+    expect(page.locator("#selected")).to_contain_text("40 selected")
+    keep(page, "page-wall-selected")
+    page.keyboard.press("2")
+    expect_labelled(page, 40)
+    assert labels_in(session).keys() == names
+    assert len(set(labels_in(session).values())) == 1
+    expect(page.locator("#shown")).to_have_text("red")
+    page.keyboard.press("Control+z")
+    expect_labelled(page, 0)
+    assert labels_in(session) == {}
+    expect(page.locator("#undo")).to_be_disabled()
+
+
+@pytest.mark.browser
+def test_the_wall_is_worked_by_the_keyboard_alone_and_its_pages_have_each_picture_once(
+    page: Page, session: Session
 ) -> None:
-    address, connections = served
-    broken = tmp_path / "broken.png"
-    broken.write_bytes(Path(digits["three"][0]).read_bytes()[:60])
-    taught = {name: digits[name][:5] for name in ("three", "seven", "nine")}
-    support = [file for group in taught.values() for file in group], [name for name in taught for _ in range(5)]
-    direct = SimpleCNAPSClassifier(
-        image_size=SIZE, device="cpu", unknown_label=UNKNOWN, false_rejection_rate=1 / 16
-    ).fit(*support)
-    queries = [digits["nine"][5], digits["seven"][5], digits["one"][5]]
-    expected = direct.predict(queries).tolist()
-
-    with chromium() as browser:
-        page = browser.new_page(viewport=WIDE)
-        page.set_default_timeout(300_000)
-        expect.set_options(timeout=300_000)
-        asked, errors = requests_of(page), []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(address)
-        state, classes, answers = page.locator("#state"), page.locator("#classes"), page.locator("#answers")
-        expect(state).to_contain_text("No class yet")
-        keep(page, "app-start", full_page=True)
-
-        # One picture is asked about before there is a class: it waits. One class is told from everything else.
-        ask(page, queries[0])
-        expect(page.locator("#asked")).to_contain_text("1 picture waits")
-        teach(page, "three", [*taught["three"], str(broken)])
-        expect(classes).to_contain_text("three 5")
-        expect(state).to_contain_text("broken.png: ")
-        expect(state).to_contain_text("Ready to tell “three” from everything else")
-        expect(answers.locator("strong")).to_have_text([re.compile("^(three|unknown)$")])
-        expect(page.locator("#asked")).to_have_text("")
-        ask(page, str(broken))
-        expect(page.locator("#asked")).to_contain_text("broken.png: ")
-        keep(page, "app-problem", full_page=True)
-
-        teach(page, "seven", taught["seven"])
-        expect(classes).to_contain_text("seven 5")
-        teach(page, "nine", taught["nine"])
-        expect(classes).to_contain_text("nine 5")
-        expect(state).to_contain_text("Ready to classify")
-        (row,) = direct.predict_proba(queries[:1])
-        expect(answers.locator("strong")).to_have_text(expected[:1])
-        shown = answers.locator(".probabilities").inner_text()
-        assert {f"{round(p * 100)}%" for p in row} <= set(re.findall(r"\d+%", shown))
-        expect(answers.locator(".neighbours img")).to_have_count(6)
-        expect(classes.locator(".enough svg")).to_be_visible()
-        expect(classes.locator(".enough")).to_contain_text(re.compile(r"More images|About \d+ more image"))
-        assert contrast(page, "#classes .enough div") >= 4.5
-        keep(page, "app-answer", full_page=True)
-
-        # Several at once are classified when they are dropped, and stand first.
-        ask(page, *queries[1:])
-        expect(answers.locator("strong")).to_have_count(3)
-        shown_labels = answers.locator("strong").all_inner_texts()
-        assert (sorted(shown_labels[:2]), shown_labels[2:]) == (sorted(expected[1:]), expected[:1])
-        answers.locator("summary").first.click()
-        expect(answers.locator(".neighbours img:visible")).to_have_count(6)
-
-        with page.expect_download() as download:
-            page.get_by_text("Download the model").click()
-        download.value.save_as(tmp_path / "classifier.safetensors")
-
-        answers.get_by_role("button", name="seven").first.click()
-        page.emulate_media(color_scheme="dark")
-        page.wait_for_function("document.body.classList.contains('dark')")
-        assert is_dark(page)
-        expect_readable(page)
-        keep(page, "app-dark", full_page=True)
-        page.set_viewport_size(NARROW)
-        page.wait_for_function("window.innerWidth < 400")
-        expect_readable(page)
-        keep(page, "app-dark-narrow", full_page=True)
-        page.emulate_media(color_scheme="light")
-        page.wait_for_function("!document.body.classList.contains('dark')")
-        expect_readable(page)
-        keep(page, "app-narrow", full_page=True)
-
-        # One picture is of a new class, another one is taken back; then one picture and one class are removed.
-        answers.locator("input").nth(1).fill("one")
-        answers.locator("input").nth(1).press("Enter")
-        expect(page.locator("#marked")).to_have_text("2 pictures have your labels.")
-        answers.get_by_role("button", name="seven", pressed=True).click()
-        expect(page.locator("#marked")).to_have_text("1 picture has your label.")
-        page.locator("#learn").click()
-        expect(classes).to_contain_text("one 1")
-        expect(answers.locator("strong")).to_have_count(2)
-        page.locator("#gallery button").first.click()
-        page.locator("#remove-picture").click()
-        expect(classes).to_contain_text("nine 4")
-        page.locator("#gallery button").first.click()
-        expect(page.locator("#remove-class")).to_contain_text("nine")
-        page.locator("#remove-class").click()
-        expect(classes).not_to_contain_text("nine")
-        page.locator("#clear").click()
-        expect(answers.locator("strong")).to_have_count(0)
-
-    loaded = SimpleCNAPSClassifier.load(tmp_path / "classifier.safetensors", device="cpu")
-    assert loaded.predict(queries).tolist() == expected
-    np.testing.assert_allclose(loaded.predict_proba(queries), direct.predict_proba(queries), rtol=1e-6)
-    assert not errors
-    local = ("http://127.0.0.1", "data:", "blob:")
-    assert not [url for url in asked if not url.startswith(local)]  # no font, script or telemetry from elsewhere
-    assert {*connections} <= {"127.0.0.1", "localhost", "::1"}
+    open_wall(page, "red")
+    page.locator("#tabs button", has_text="red").focus()
+    page.keyboard.press("Tab")
+    page.locator(".tile").first.focus()
+    titles = [tile.get_attribute("title") or "" for tile in page.locator(".tile").all()]
+    columns = len({tile.bounding_box()["x"] for tile in page.locator(".tile").all()})  # type: ignore[index]
+    page.keyboard.press("Space")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Shift+ArrowRight")
+    page.keyboard.press("Shift+ArrowRight")
+    selected = {tile.get_attribute("title") for tile in page.locator(".tile[aria-selected=true]").all()}
+    assert selected == {titles[place] for place in (0, columns, columns + 1, columns + 2)}
+    page.keyboard.press("Escape")
+    expect(page.locator("#selected")).to_have_text("None selected.")
+    page.keyboard.press("1")
+    expect(page.locator("#status.problem")).to_contain_text("Select one or more pictures first.")
+    total = sum(answer is not None and answer.label == "red" for answer in map(session.answer, session.pictures))
+    expect(page.locator("#place")).to_have_text(f"1 to 60 of {total}")
+    expect(page.locator("#before")).to_be_disabled()
+    page.keyboard.press("PageDown")
+    expect(page.locator("#place")).to_have_text(f"61 to {total} of {total}")
+    expect(page.locator("#after")).to_be_disabled()
+    both = [*titles, *(tile.get_attribute("title") or "" for tile in page.locator(".tile").all())]
+    assert len(set(both)) == total
+    by_name = {picture.name: number for number, picture in session.pictures.items()}
+    shares = [max(session.answer(by_name[name]).probabilities.values()) for name in both]  # type: ignore[union-attr]
+    np.testing.assert_allclose(shares, sorted(shares), atol=1e-3)  # the least sure first
+    page.keyboard.press("PageUp")
+    expect(page.locator("#place")).to_have_text(f"1 to 60 of {total}")
+    page.locator(".tile").first.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")  # the first one, large
+    assert asked_about(page) == Path(titles[0]).name
+    page.keyboard.press("0")
+    expect_labelled(page, 1)
+    assert labels_in(session) == {Path(titles[0]).name: "unknown"}
 
 
-def test_the_example_is_taught_and_asked_by_one_button(served: tuple[str, list[Any]]) -> None:
-    with chromium() as browser:
-        page = browser.new_page(viewport=WIDE)
-        page.set_default_timeout(300_000)
-        expect.set_options(timeout=300_000)
-        page.goto(served[0])
-        expect(page.locator("#state")).to_contain_text("No class yet")
+@pytest.mark.browser
+def test_hostile_names_are_text_and_labels_and_model_are_downloaded(page: Page, session: Session) -> None:
+    page.locator("#typed").fill(HOSTILE)
+    page.locator("#typed").press("Enter")
+    expect_labelled(page, 1)
+    open_wall(page, HOSTILE)
+    expect(page.locator(".tile")).not_to_have_count(0)
+    assert page.locator("img[src=x]").count() == 0
+    page.keyboard.press("t")
+    expect(page.locator("#classes h3").filter(has_text="<img")).to_have_text(HOSTILE)
+    with page.expect_download() as labels:
+        page.get_by_role("button", name="Save the labels").click()
+    assert labels.value.suggested_filename == "labels.csv"
+    assert Path(labels.value.path()).read_text() == session.table_text()
+    with page.expect_download() as model:
+        page.get_by_role("button", name="Save the classifier").click()
+    assert model.value.suggested_filename == "classifier.safetensors"
+    with safe_open(model.value.path(), "np") as saved:
+        assert HOSTILE in json.loads(saved.metadata()["classifier"])["labels"]["classes"]
+    assert page.locator("#forget").is_hidden()  # which would empty the table
+
+
+@pytest.mark.browser
+def test_classes_are_taught_asked_corrected_and_forgotten(browser: Browser, tmp_path: Path) -> None:
+    own = {name: write_pictures(tmp_path / name, [name] * 4) for name in ("red", "blue")}
+    queries = write_pictures(tmp_path / "queries", ["red", "blue", "green"], seed=3)
+    (tmp_path / "notes.png").write_text("hello")
+    session = Session(coloured_classifier().model_, device="cpu")
+    with visiting(browser, session) as page:
+        drop(page, queries[:1])
+        expect(page.locator("#answers > li")).to_have_count(1)
+        expect(page.locator("#status")).to_contain_text("Give two classes at least one picture each")
+        for name, files in own.items():
+            page.locator("#name").fill(name)
+            page.locator("#name").press("Enter")
+            expect(page.locator("#classes > .class h3").last).to_have_text(name)
+            drop(page, [*files, tmp_path / "notes.png"], "#classes > .class:last-child")
+            expect(page.locator("#classes > .class:last-child .count")).to_have_text("4 pictures")
+            expect(page.locator("#status")).to_contain_text("notes.png: not an image file")
+        drop(page, queries[1:])
+        expect(page.locator("#answers > li")).to_have_count(3)
+        expect(page.locator("#enough")).to_be_visible()
+        shown = {card.locator(".name").inner_text(): card.locator(".label") for card in page.locator(".answer").all()}
+        for number, picture in session.pictures.items():
+            if number not in session.labels:
+                expect(shown[picture.name]).to_have_text(session.answer(number).label)  # type: ignore[union-attr]
+        page.locator(".answer summary").first.click()
+        expect(page.locator(".answer .nearest li")).to_have_count(6)
+        keep(page, "page-taught", full_page=True)
+
+        page.locator(".answer").first.get_by_role("button", name="none of these").click()
+        expect(page.locator("#none .count")).to_have_text("1 picture")
+        page.locator(".answer").first.locator(".choices input").fill("purple")
+        page.locator(".answer").first.locator(".choices input").press("Enter")
+        expect(page.locator("#classes > .class h3", has_text="purple")).to_be_visible()
+        expect(page.locator("#answers > li")).to_have_count(1)
+        page.locator("#undo").click()
+        expect(page.locator("#answers > li")).to_have_count(2)
+        page.get_by_role("button", name="Remove the class blue").click()
+        expect(page.locator("#classes > .class h3", has_text="blue")).to_have_count(0)
+        expect_ready(page)
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.locator("#forget").click()
+        expect(page.locator("#classes > .class")).to_have_count(0)
+        assert session.pictures == {}
         page.locator("#example").click()
-        expect(page.locator("#answers strong")).to_have_count(7)
-        keep(page, "app-example", full_page=True)
-        page.set_viewport_size(NARROW)
-        page.wait_for_function("window.innerWidth < 400")
-        keep(page, "app-example-narrow", full_page=True)
-        # On a phone, asking is within two screens of the top, however many classes there are.
-        box = page.locator("#query").bounding_box()
-        assert box is not None
-        assert box["y"] + page.evaluate("window.scrollY") < 2 * NARROW["height"]
+        expect(page.locator("#answers > li")).to_have_count(7)
+        expect(page.locator("#classes > .class h3")).to_have_text(["flower", "pagoda", "trees"])
 
 
-def test_a_round_of_corrections_is_learned_at_once_and_those_of_no_class_too(tmp_path: Path) -> None:
-    for index, image in enumerate(pictures(30, 3)):
-        Image.fromarray(image).save(tmp_path / f"{index}.png")
-    with visiting(make_page(tiny_classifier(unknown_label="?", false_rejection_rate=0.2))) as visit:
-        ask(visit, *map(str, sorted(tmp_path.iterdir())))
-        answers, marked = visit.locator(".answer"), visit.locator("#marked")
-        expect(answers).to_have_count(24)
-        expect(visit.locator(".place")).to_have_text("1 to 24 of 30")
-        expect(visit.locator("#learn")).to_be_hidden()
-        for number, label in enumerate(["green", "none of these", "green", "blue"], start=1):
-            answers.nth(number).get_by_role("button", name=label, exact=True).click()
-            expect(marked).to_contain_text(str(number))
-        expect(visit.locator("#learn")).to_be_in_viewport()  # however far down the page is
-        keep(visit, "app-marked")
-        visit.locator("#later").click()
-        expect(visit.locator(".place")).to_have_text("25 to 30 of 30")
-        answers.nth(0).locator("input").fill("Green")
-        answers.nth(0).locator("input").press("Enter")
-        expect(marked).to_contain_text("There is a class “green”")
-        answers.nth(0).locator("input").fill("purple")
-        answers.nth(0).locator("input").press("Enter")
-        expect(answers.nth(0).get_by_role("button", name="purple", pressed=True)).to_be_visible()
-        assert visit.locator("#classes-known option[value=purple]").count() == 1  # offered where others are typed
-        answers.nth(1).get_by_role("button", name="blue", exact=True).click()
-        expect(marked).to_have_text("6 pictures have your labels.")
-        answers.nth(1).locator("input").fill("purple ")
-        answers.nth(1).locator("input").press("Enter")
-        expect(answers.nth(1).get_by_role("button", pressed=True)).to_have_text(["purple"])
-        answers.nth(1).get_by_role("button", name="purple").click()
-        expect(marked).to_have_text("5 pictures have your labels.")
-        visit.reload()
-        expect(answers.nth(1).get_by_role("button", name="green", exact=True, pressed=True)).to_be_visible()
-        visit.locator("#learn").click()
-        expect(visit.locator(".place")).to_have_text("1 to 24 of 25")
-        expect(visit.locator("#classes")).to_contain_text(re.compile("blue 4.*green 5.*purple 1.*none of these 1"))
-        expect(visit.locator("#learn")).to_be_hidden()
-        expect(visit.locator("#gallery button img")).to_have_count(5)
+@pytest.mark.browser
+@pytest.mark.slow
+def test_it_is_readable_wide_narrow_and_dark(page: Page) -> None:
+    page.keyboard.press("1")
+    expect_labelled(page, 1)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        for view, key, texts in (
+            ("question", "q", ("#question-name", "#what", "#choices button", "#choices button span", "#progress")),
+            ("wall", "w", (".tile p span", "#tabs button", "#tabs button[aria-pressed=true]", "#selected", "#place")),
+            ("teach", "t", (".answer .label", ".choices button", ".count", "#name", "footer p", "nav button")),
+        ):
+            page.set_viewport_size(WIDE)
+            page.keyboard.press(key)
+            expect(page.locator(f"body.{view}")).to_have_count(1)
+            assert is_dark(page) == (scheme == "dark")
+            for name, size in (("", WIDE), ("-narrow", NARROW)):
+                page.set_viewport_size(size)
+                for text in texts:
+                    assert contrast(page, f"{text}:visible") >= 4.5, text
+                assert overflow(page) <= 0
+                keep(page, f"page-{view}-{scheme}{name}")
 
 
-def test_pictures_of_no_class_are_taught_by_a_button_of_their_own(files_of_two: dict[str, list[str]]) -> None:
-    with visiting(make_page(tiny_model(), device="cpu")) as visit:
-        expect(visit.locator("#state")).to_contain_text("No class yet")
-        visit.locator("#add-none").click()
-        expect(visit.locator("#state")).to_contain_text("Choose one or more pictures of no class first.")
-        red, other = files_of_two.values()
-        visit.locator("#class-files input[type=file]").set_input_files(other)
-        expect(visit.locator("#class-files")).to_contain_text(".png")
-        visit.locator("#add-none").click()
-        expect(visit.locator("#classes")).to_contain_text("none of these 2")
-        expect(visit.locator("#state")).to_contain_text("No class yet")
-        teach(visit, "red", red)
-        expect(visit.locator("#state")).to_contain_text("Ready to tell “red” from everything else")
-        keep(visit, "app-none", full_page=True)
-        visit.locator("#gallery button").last.click()
-        visit.locator("#remove-class").click()
-        expect(visit.locator("#classes")).not_to_contain_text("none of these")
+@pytest.mark.browser
+@pytest.mark.process
+@pytest.mark.slow
+def test_killed_and_opened_again_it_goes_on(browser: Browser, tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = SimpleCNAPS(image_size=32).eval()
+    SimpleCNAPSClassifier(model, device="cpu").fit(pictures(8, 1), LABELS).save(tmp_path / "m.safetensors")
+    (tmp_path / "new").mkdir()
+    for index, image in enumerate(pictures(5, 3)):
+        Image.fromarray(image).save(tmp_path / "new" / f"{index}.png")
+    page = browser.new_page()
 
+    def started() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fewshot_mahalanobis", "review", "m.safetensors", "new", "--no-browser"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("The page is at http"), line
+        page.goto(line.split()[4])
+        expect(page.locator("#choices button")).not_to_have_count(0)
+        return process
 
-def test_what_is_taught_survives_a_reload_and_is_no_other_browsers(files_of_two: dict[str, list[str]]) -> None:
-    with visiting(make_page(tiny_model(), device="cpu")) as visit:
-        expect(visit.locator("#state")).to_contain_text("No class yet")
-        for name, files in files_of_two.items():
-            teach(visit, name, files)
-            expect(visit.locator("#classes")).to_contain_text(f"{name} {len(files)}")
-        ask(visit, *files_of_two["red"])
-        expect(visit.locator("#answers strong")).to_have_count(2)
-        visit.reload()
-        expect(visit.locator("#classes")).to_contain_text("red 2")
-        expect(visit.locator("#answers strong")).to_have_count(2)
-        expect(visit.locator("#gallery button img")).to_have_count(4)
-        assert visit.locator("img[src=x]").count() == 0  # the name of the second class is text
-        teach(visit, [*files_of_two][1], files_of_two["red"])
-        again = visit.context.new_page()  # another tab
-        again.goto(visit.url)
-        expect(again.locator("#classes")).to_contain_text("blue 4")
-        browser = visit.context.browser
-        assert browser is not None
-        stranger = browser.new_context().new_page()
-        stranger.goto(visit.url)
-        expect(stranger.locator("#state")).to_contain_text("No class yet")
-
-
-def test_the_answering_page_is_exported_by_one_button(
-    files_of_two: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def exported(session: Session) -> Path:
-        (tmp_path / "page.zip").write_bytes(b"a zip file")
-        return tmp_path / "page.zip"
-
-    monkeypatch.setattr(Session, "export_page", exported)
-    with visiting(make_page(tiny_model(), device="cpu")) as visit:
-        expect(visit.locator("#state")).to_contain_text("No class yet")
-        expect(visit.locator("#export")).to_be_hidden()
-        for name, files in files_of_two.items():
-            teach(visit, name, files)
-            expect(visit.locator("#classes")).to_contain_text(name)
-        with visit.expect_download() as download:
-            visit.locator("#export").click()
-        assert download.value.suggested_filename == "page.zip"
-        assert Path(download.value.path()).read_bytes() == b"a zip file"
-
-        def refused(session: Session) -> Path:
-            raise ValueError("this head cannot be exported")
-
-        monkeypatch.setattr(Session, "export_page", refused)
-        visit.locator("#export").click()
-        expect(visit.locator("#state")).to_contain_text("this head cannot be exported")
-
-
-def test_gradio_is_told_to_send_nothing() -> None:
-    assert make_page(tiny_model()).analytics_enabled is False
-    assert isinstance(make_page(tiny_classifier()), gradio.Blocks)
+    process = started()
+    for number in (1, 2):
+        page.keyboard.press("1")
+        expect(page.locator("#progress")).to_contain_text(f"{number} of 5 labelled, in checked.csv")
+        expect_ready(page)
+    page.reload()
+    expect(page.locator("#progress")).to_contain_text("2 of 5 labelled")
+    process.kill()
+    process.communicate()
+    page.keyboard.press("1")
+    expect(page.locator("#status.problem")).to_contain_text("has stopped. Start it again")
+    process = started()
+    expect(page.locator("#progress")).to_contain_text("2 of 5 labelled")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "checked.csv has labels of 2 images already" in errors
+    assert not list(tmp_path.glob(".saving-*"))
+    page.close()

@@ -20,6 +20,9 @@ from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.ray import Labelled, label_collection, label_images, main
+from fewshot_mahalanobis.support_set.answers import GRADE_COLUMNS
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 ray = pytest.importorskip("ray")
 pyarrow = pytest.importorskip("pyarrow")
@@ -167,6 +170,22 @@ def test_labels_are_those_of_predict_and_unreadable_images_have_a_reason(labelle
         row = rows[str(collection / name)]
         assert row["label"] is row["probability"] is None
         assert reason in row["error"]
+    assert {row[name] for row in rows.values() for name in GRADE_COLUMNS} == {None}  # it rejects nothing
+
+
+def test_what_a_worker_returns_has_the_grade_of_rejection(cluster, classifier, collection, tmp_path):
+    support = [noisy(colour, seed) for seed, colour in enumerate(list(COLOURS.values()) * 3)]
+    rejecting = SimpleCNAPSClassifier(classifier.model_, unknown_label="?", false_rejection_rate=0.3, device="cpu")
+    rejecting.fit(support, list(COLOURS) * 3).save(tmp_path / "model")
+    paths = sorted(str(file) for file in collection.glob("*/picture *"))[:4]
+    rows = {row["path"]: row for row in label_images(tmp_path / "model", paths, workers=1).take_all()}
+    expected = rejecting.predict_all(paths)
+    assert [rows[path]["label"] for path in paths] == expected.labels.tolist()
+    best = rejecting.classes_[expected.probabilities.argmax(axis=1)].tolist()
+    assert [rows[path]["class"] for path in paths] == best
+    assert {rows[path]["outlier_threshold"] for path in paths} == {rejecting.threshold_}
+    np.testing.assert_allclose([rows[path]["outlier_score"] for path in paths], expected.outlier_scores, rtol=1e-3)
+    np.testing.assert_allclose([rows[path]["doubt"] for path in paths], expected.doubts, rtol=1e-2, atol=1e-6)
 
 
 def test_a_task_of_ray_keeps_to_its_thread_and_gives_the_same_bits(cluster, classifier, collection):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,10 +19,10 @@ from fewshot_mahalanobis.apps import sorting
 from fewshot_mahalanobis.apps.sorting import sort_files
 from fewshot_mahalanobis.images.folders import UNSURE
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
-from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
+from tests.tiny import LABELS, drawn, pictures, tiny_classifier, tiny_model
 
 #: What ``sort_files`` returns if there is nothing to do.
-NOTHING = ([], [], [], {})
+NOTHING = ([], [], [], {}, [])
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_files_go_to_the_folder_of_their_class(
 ) -> None:
     output, originals = tmp_path / "sorted", [path.read_bytes() for path in files]
     expected = classifier.predict(files).tolist()
-    sorted_files, _, _, problems = sort_files(classifier, files, output, how=how, min_probability=0)
+    sorted_files, _, _, problems, _ = sort_files(classifier, files, output, how=how, min_probability=0)
     assert not problems
     assert [file.label for file in sorted_files] == expected
     for path, original, label, file in zip(files, originals, expected, sorted_files, strict=True):
@@ -63,6 +64,22 @@ def test_files_go_to_the_folder_of_their_class(
         assert file.sorted_as.is_symlink() == (how == "link")
         assert path.exists() == (how != "move")
     assert len({file.sorted_as for file in sorted_files}) == len(files)  # two files of each name
+
+
+def test_pictures_that_are_sorted_together_teach_where_the_classes_lie(tmp_path: Path) -> None:
+    classifier, files = tiny_classifier(head="mahalanobis"), [tmp_path / f"{index}.png" for index in range(8)]
+    for path, image in zip(files, pictures(8, 3), strict=True):
+        Image.fromarray(image).save(path)
+    alone, expected = (classifier.predict_all(files, transductive=teach) for teach in (False, True))
+    found = sort_files(classifier, files, tmp_path / "sorted", min_probability=0, together=True).new
+    assert [file.label for file in found] == expected.labels.tolist()
+    np.testing.assert_allclose([file.probability for file in found], expected.probabilities.max(axis=1), rtol=1e-6)
+    assert not np.allclose(expected.probabilities, alone.probabilities)
+    by_group = sort_files(
+        classifier, files, tmp_path / "groups", min_probability=0, together=True, groups=[*"aabbccdd"]
+    )
+    shared = classifier.predict_all(files, transductive=True, groups=[*"aabbccdd"])
+    assert [file.label for file in by_group.new] == shared.labels.tolist()
 
 
 def test_of_equal_names_the_later_gets_a_number(
@@ -85,13 +102,28 @@ def test_files_in_doubt_go_to_the_unsure_folder(files: list[Path], tmp_path: Pat
     assert [file.sorted_as.parent.name == UNSURE for file in sorted_files] == [p < limit for p in sure]
 
     classifier = tiny_classifier(unknown_label="none", false_rejection_rate=0.4)
-    kept = classifier.fitted_head_.kept()
-    kept["threshold"] = float(np.median(classifier.outlier_score(files)))
-    classifier._fitted = replace(classifier._fitted, fitted_head=FittedHead.from_kept(kept))
-    sorted_files = sort_files(classifier, files, tmp_path / "two", min_probability=0).new
-    unsure = [file.sorted_as.parent.name == UNSURE for file in sorted_files]
-    assert unsure == (classifier.predict(files) == "none").tolist()
-    assert [file.label for file in sorted_files].count("none") == 4
+    state = classifier.fitted_head_.to_state()
+    median = float(np.median(classifier.outlier_score(files)))
+    state["values"] = msgspec.structs.replace(state["values"], threshold=median)
+    classifier._fitted = replace(classifier._fitted, fitted_head=FittedHead.from_state(state))
+    expected = classifier.predict(files).tolist()
+    assert expected.count("none") == 4
+    for folder, min_probability in (("two", 0), ("three", 1)):  # rejected ones are in no doubt
+        sorted_files = sort_files(classifier, files, tmp_path / folder, min_probability=min_probability).new
+        assert [file.label for file in sorted_files] == expected
+        others = {label: label if min_probability == 0 else UNSURE for label in expected} | {"none": "none"}
+        assert [file.sorted_as.parent.name for file in sorted_files] == [others[label] for label in expected]
+    again = sort_files(classifier, files, tmp_path / "three", min_probability=0)
+    assert again.new == again.called_otherwise == []
+    assert len(again.no_longer_unsure) == 4
+    unsure = msgspec.structs.replace(state["values"], unknown_label=UNSURE)
+    odd = tiny_classifier(unknown_label=UNSURE, false_rejection_rate=0.4)
+    odd._fitted = replace(odd._fitted, fitted_head=FittedHead.from_state(state | {"values": unsure}))
+    rejected = [
+        file for file in sort_files(odd, files, tmp_path / "four", min_probability=0).new if file.label == UNSURE
+    ]
+    assert {file.sorted_as.parent.name for file in rejected} == {UNSURE}
+    assert sort_files(odd, [], tmp_path / "four", min_probability=0) == NOTHING
 
 
 @pytest.mark.parametrize("how", ["copy", "link"])
@@ -199,7 +231,7 @@ def test_an_error_while_copying_leaves_no_half_file(
         links[-1].symlink_to(path)
     output = tmp_path / "sorted"
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.copy2", full)
+        patch.setattr("shutil.copyfile", full)
         with pytest.raises(OSError, match="No space"):
             sort_files(classifier, links, output, how=how, min_probability=0)
     assert contents(output) == {}
@@ -219,7 +251,7 @@ def test_what_cannot_be_sorted_is_reported_before_anything_is_written(
     with pytest.raises(ValueError, match="1 of 9 images cannot be read"):
         sort_files(classifier, [*files, broken], output)
     assert not output.exists()
-    sorted_files, _, _, problems = sort_files(classifier, [*files, broken], output, skip_errors=True)
+    sorted_files, _, _, problems, _ = sort_files(classifier, [*files, broken], output, skip_errors=True)
     assert len(sorted_files) == 8
     assert problems.keys() == {broken}
     for labels, message in ((["a/b", "a:b"], "share the folder 'a_b'"), (["x", UNSURE], "rename the class")):
@@ -293,6 +325,50 @@ def test_names_that_are_too_long_are_shortened_and_found_again(
         assert sort_files(classifier, renamed, tmp_path / "sorted", how=how, min_probability=0) == NOTHING
 
 
+def test_side_files_move_with_their_pictures(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path
+) -> None:
+    photos, output = tmp_path / "photos" / "a", tmp_path / "sorted"
+    (photos / "1.JPEG").write_bytes(files[2].read_bytes())  # called like 1.png, and first
+    names = {
+        "0.xmp": "0.png",  # darktable, Lightroom
+        "0.png.xmp": "0.png",
+        "0.png.supplemental-metadata.json": "0.png",
+        "0.AAE": "0.png",
+        "1.THM": "1.JPEG",
+        "1.png.json": "1.png",
+        "2.CR2": "2.png",
+        "2.txt": "2.png",
+    }
+    for name in names:
+        (photos / name).write_text(name)
+    for name in ("00.xmp", "0_edited.xmp", "notes.txt", ".DS_Store", "3"):  # of no picture here
+        (photos / name).write_text(name)
+    (photos / "3.d").mkdir()
+    pictures_of_a = [photos / name for name in ("0.png", "1.JPEG", "1.png", "2.png", "3.png")]
+    for how in ("copy", "link"):
+        done = sort_files(classifier, pictures_of_a, tmp_path / how, how=how, min_probability=0)  # type: ignore[arg-type]
+        assert done.went_along == []
+        assert {path.name for path in (tmp_path / how).rglob("*.*")} == {path.name for path in pictures_of_a}
+    label = str(classifier.predict(pictures_of_a[:1])[0])
+    (output / label).mkdir(parents=True)
+    (output / label / "0.AAE").write_text("of another 0")  # so the picture and all of its side files get a number
+    done = sort_files(classifier, pictures_of_a, output, how="move", min_probability=1)
+    assert sorted(path.name for path in done.went_along) == sorted(names)
+    assert {path.name for path in photos.iterdir()} == {"00.xmp", "0_edited.xmp", "notes.txt", ".DS_Store", "3", "3.d"}
+    for name, picture in names.items():
+        assert (output / UNSURE / name).read_text() == name
+        assert (output / UNSURE / picture).exists()
+    again = sort_files(classifier, [], output, min_probability=0)
+    places = {file.path.name: file.sorted_as for file in again.no_longer_unsure}
+    assert places["0.png"] == output / label / "0-2.png"
+    for name, picture in names.items():
+        moved = places[picture].with_name(places[picture].stem + name.removeprefix(Path(picture).stem))
+        assert moved.read_text() == name
+    assert (output / label / "0.AAE").read_text() == "of another 0"
+    assert list((output / UNSURE).iterdir()) == []
+
+
 @pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX")
 @pytest.mark.parametrize("mode", [0o600, 0o444, 0o755])
 def test_a_copy_has_the_mode_of_its_picture(
@@ -349,3 +425,50 @@ def test_sorted_files_that_a_model_calls_otherwise_are_listed_and_stay(
     ]
     assert [file.label for file in again.called_otherwise] == [labels[file.path] for file in expected]
     assert sort_files(better, files, output, min_probability=1) == NOTHING  # it is not sure enough
+
+
+def rejecting_classifier(unknown_label: str = "unknown") -> SimpleCNAPSClassifier:
+    """Of red and green patches."""
+    classifier = SimpleCNAPSClassifier(
+        tiny_model(), device="cpu", unknown_label=unknown_label, false_rejection_rate=0.2
+    )
+    return classifier.fit(drawn(["red", "green"] * 4, 1), ["red", "green"] * 4)
+
+
+def patches(folder: Path, seed: int) -> list[Path]:
+    """Four blue patches, two red ones and one that is like no other."""
+    folder.mkdir()
+    images = [*drawn(["blue"] * 4 + ["red"] * 2, seed), np.full((24, 24, 3), 255 * (seed % 2), np.uint8)]
+    for index, image in enumerate(images):
+        Image.fromarray(image).save(folder / f"{seed}-{index}.png")
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("how", ["copy", "link", "move"])
+@pytest.mark.parametrize("unknown_label", ["unknown", UNSURE])
+def test_proposed_classes_are_sub_folders_of_that_of_no_class(tmp_path: Path, how: Any, unknown_label: str) -> None:
+    classifier, output = rejecting_classifier(unknown_label), tmp_path / "sorted"
+    paths = patches(tmp_path / "a", 2)
+    expected = classifier.propose_classes(paths).tolist()
+    assert expected[:4] == [0] * 4
+    assert expected[4:] == [-1] * 3
+    first = sort_files(classifier, paths, output, how=how, min_probability=0, propose=True)
+    of_none = output / unknown_label
+    assert [file.sorted_as.parent for file in first.new] == [of_none / "new-1"] * 4 + [output / "red"] * 2 + [of_none]
+    assert {file.label for file in first.new} == {unknown_label, "red"}
+    if how != "move":
+        again = sort_files(classifier, paths, output, how=how, min_probability=0, propose=True)
+        assert again.new == again.called_otherwise == again.no_longer_unsure == []
+    (of_none / "new-1").rename(of_none / "okapi")  # whoever has named it need not fear that it fills up again
+    (of_none / "new-7").mkdir()
+    later = sort_files(classifier, patches(tmp_path / "b", 3), output, how=how, min_probability=0, propose=True)
+    assert {file.sorted_as.parent for file in later.new if file.path.stem < "3-4"} == {of_none / "new-8"}
+    assert len([*(of_none / "okapi").iterdir()]) == 4
+
+
+def test_a_classifier_that_rejects_nothing_sorts_no_proposed_classes(
+    classifier: SimpleCNAPSClassifier, files: list[Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="this classifier rejects none: set unknown_label"):
+        sort_files(classifier, files, tmp_path / "sorted", propose=True)
+    assert not (tmp_path / "sorted").exists()

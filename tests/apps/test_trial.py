@@ -25,6 +25,8 @@ from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.example import photographs
 from fewshot_mahalanobis.networks import devices
 
+pytestmark = [pytest.mark.docs, pytest.mark.process]
+
 PAGE = Path(__file__).parents[2] / "docs" / "messy_folders.md"
 COMMAND = Path(sysconfig.get_path("scripts"), "fewshot-mahalanobis")
 
@@ -85,7 +87,7 @@ SESSION: dict[str, tuple[int, list[str]]] = {
     "predict motifs.safetensors films": (1, ["folder 'films' holds no image. Left out: 2 MP4 files."]),
     "sort motifs.safetensors new foreign -o sorted": (
         0,
-        ["16 images sorted (flower 2, pagoda 2, trees 2, unsure 10)"],
+        ["16 images sorted (flower 2, pagoda 2, trees 2, unknown 10)"],
     ),
 }
 

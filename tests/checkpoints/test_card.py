@@ -26,6 +26,8 @@ from fewshot_mahalanobis.networks.backbone import Backbone
 from tests.checkpoints.checkpoint_server import Hub, Server, hub_on_this_machine
 from tests.networks.test_backbone import MEAN, SIZE, STD, classifier_on, own_network, seeded
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 LABELS = np.array(["blue", "green", "red", "green", "blue", "red", "green", "blue", "alone"])
 
 

@@ -5,12 +5,14 @@ import importlib.resources
 import numpy as np
 import pytest
 
-from fewshot_mahalanobis import available_checkpoints, load_checkpoint
+from fewshot_mahalanobis import SimpleCNAPSClassifier, available_checkpoints, load_checkpoint
 from fewshot_mahalanobis.apps.demo import run_demo
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS, DEFAULT
 from fewshot_mahalanobis.research.data.sources import load_source
 from fewshot_mahalanobis.research.evaluation import Accuracy, Variant, evaluate_source
 from tests.image_sets import DATA, needs_data
+from tests.robustness.process import CONTEXTS
+from tests.tiny import pictures
 
 EMBEDDED = [name for name, record in CHECKPOINTS.items() if record.embedded and name == record.name]
 FOLDERS = importlib.resources.files("fewshot_mahalanobis.checkpoints")
@@ -32,6 +34,19 @@ def test_there_are_two_and_each_is_a_simple_cnaps_on_its_own_backbone():
             assert model.config[setting] == value, (name, setting)
         with importlib.resources.as_file(FOLDERS / name / "model.safetensors") as path:
             assert path.stat().st_size <= bytes_at_most[name]
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_they_give_the_same_features_in_whatever_contexts_the_caller_is(name):
+    """Other contexts and smaller networks: tests/robustness/test_contexts.py."""
+
+    def features():
+        classifier = SimpleCNAPSClassifier(name, device="cpu", precision="float32")
+        return classifier.fit(pictures(4, seed=0), [0, 0, 1, 1]).transform(pictures(2, seed=1))
+
+    without = features()
+    with CONTEXTS["autocast"](), CONTEXTS["float64 by default"]():
+        np.testing.assert_array_equal(features(), without)
 
 
 @pytest.mark.parametrize(

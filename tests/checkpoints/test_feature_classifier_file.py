@@ -19,6 +19,7 @@ from sklearn.preprocessing import StandardScaler
 
 from fewshot_mahalanobis import LinearHead, MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.heads import EuclideanHead
+from tests.heads.test_own_head import MedianHead
 from tests.tiny import LABELS, SUPPORT_LABELS, adapting_model, drawn
 
 
@@ -102,6 +103,8 @@ def test_the_classes_that_partial_fit_was_told_are_kept(of: Any, tmp_path: Path)
     assert loaded.partial_fit(examples[6:7], ["bcde"]).classes_.tolist() == ["a", "bcde", "c"]
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_file_opens_in_another_process(tmp_path: Path) -> None:
     scaler = StandardScaler().fit(X)
     classifier = MahalanobisClassifier().fit(scaler.transform(X), LABELS)
@@ -202,27 +205,35 @@ def test_damaged_and_forged_files_are_refused(tmp_path: Path) -> None:
         {"head": "mahalanobis", "beta": 1e5, "temperature": 50.0},
         {"head": "cosine", "priors": [0.2, 0.0, 0.8]},
         {"head": "euclidean", "temperature": "auto"},
-        {"unknown_label": "none", "false_rejection_rate": 0.2},
+        {"head": "manhattan", "temperature": 2.0},
+        {"head": MedianHead()},
+        {"unknown_label": "none", "false_rejection_rate": 0.2, "priors": [0.2, 0.0, 0.8]},
+        {"unknown_label": "red", "false_rejection_rate": 0.2},  # which leaves two classes and examples of none
+        {"unknown_label": "defect", "false_rejection_rate": 0.2},  # beside one class
     ],
     ids=str,
 )
 def test_the_graph_gives_probabilities_labels_and_outlier_scores(settings: dict[str, Any], tmp_path: Path) -> None:
+    """For every kind of head and of decision; tests/export/test_pixels.py has a network and pixels before one."""
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     scaler = StandardScaler().fit(X)
-    classifier = MahalanobisClassifier(**settings).fit(scaler.transform(X), LABELS)
+    one_class = settings.get("unknown_label") == "defect"
+    classifier = MahalanobisClassifier(**settings)
+    classifier.fit(scaler.transform(X), ["good"] * len(X) if one_class else LABELS)
     classifier.export_onnx(tmp_path / "a.onnx")
     assert [file.name for file in tmp_path.iterdir()] == ["a.onnx"]
     session = runtime.InferenceSession(tmp_path / "a.onnx")
     properties = session.get_modelmeta().custom_metadata_map
     assert json.loads(properties["classes"]) == classifier.classes_.tolist()
+    labels = json.loads(properties["labels"])
+    assert labels == [*classifier.classes_, *([settings["unknown_label"]] if "unknown_label" in settings else [])]
     for count in (1, 20):
         queries = scaler.transform(QUERIES[:count])
         if "unknown_label" in settings:
             queries = np.concatenate([queries, queries + 50])
         answers = session.run(None, {"features": queries.astype(np.float32)})
         np.testing.assert_allclose(answers[0], classifier.predict_proba(queries), atol=1e-3)
-        labels = json.loads(properties["labels"])
         assert [labels[index] for index in answers[1]] == classifier.predict(queries).tolist()
         np.testing.assert_allclose(answers[2], classifier.outlier_score(queries), rtol=1e-3, atol=1e-3)
     threshold = json.loads(properties["threshold"])

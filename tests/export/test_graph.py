@@ -17,6 +17,8 @@ from fewshot_mahalanobis.export.graph import write_page_onnx
 from fewshot_mahalanobis.images.decode import ImageBatches
 from tests.tiny import LABELS, SUPPORT_LABELS, drawn, pictures
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 
 @pytest.mark.parametrize("arguments", [{}, {"head": "cosine", "adapt": False}], ids=str)
 def test_the_program_gives_the_same_logits_and_names_the_classes(arguments: dict[str, Any], tmp_path: Path) -> None:
@@ -43,6 +45,7 @@ def test_an_unfitted_classifier_has_no_program(tmp_path: Path) -> None:
         SimpleCNAPSClassifier().export_program(tmp_path / "a.pt2")
 
 
+@pytest.mark.slow
 def test_a_graph_that_has_the_weights_of_both_networks_once_and_as_float16_answers_as_the_classifier(
     tmp_path: Path,
 ) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import SimpleCNAPS, load_checkpoint
-from fewshot_mahalanobis.export.network import FilmedNetwork, FilmParameters, SupportGraph, film_vector
+from fewshot_mahalanobis.export.network import FilmedNetwork, FilmParameters, SupportGraph, film_vector, support_graph
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
 from fewshot_mahalanobis.networks.task import AdaptedNetwork
 from tests.tiny import adapting_model
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 
 class Transformed(nn.Module):
@@ -82,6 +85,30 @@ def test_film_parameters_of_a_set_are_those_of_the_model(make: Any) -> None:
         as_pretrained = AdaptedNetwork(model.feature_extractor, projection=model.projection).features(x)
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (features - as_pretrained).abs().max() < 1e-4 * as_pretrained.abs().max()
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+@pytest.mark.parametrize("make", [small_default, adapting_model])
+@torch.no_grad()
+def test_the_graph_of_a_page_that_is_taught_computes_what_its_module_does(make: Any, adapts: bool) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = make()
+    model.config["encoder_size"] = 32  # the default's images are larger
+    x = images(model, 1)
+    graph = support_graph(model, adapts=adapts)
+    assert graph is not None
+    inputs = {"images": x}
+    if adapts:
+        inputs["film"] = film_vector(film_parameters(model, images(model)))
+    session = onnxruntime.InferenceSession(graph.model(with_weights=True))
+    found = session.run(["features", "small", "read"], {name: value.numpy() for name, value in inputs.items()})
+    for value, expected in zip(found, SupportGraph(model)(*inputs.values()), strict=True):
+        assert value.shape == expected.shape
+        assert np.abs(value - expected.numpy()).max() < 1e-4 * expected.abs().max()
+
+
+def test_other_networks_have_no_such_graph() -> None:
+    assert support_graph(own_network(), adapts=True) is None
 
 
 def test_an_auto_regressive_model_has_no_graph_of_its_film_parameters() -> None:

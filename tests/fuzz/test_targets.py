@@ -11,6 +11,8 @@ from fewshot_mahalanobis.checkpoints import classifier_file
 from fewshot_mahalanobis.images import picture as images_module
 from tests.fuzz.targets import TARGETS
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_starting_inputs_whole_and_cut_keep_every_promise(

@@ -21,8 +21,11 @@ from fewshot_mahalanobis.gaussians.support import class_means
 from fewshot_mahalanobis.gaussians.temperature import temperature_fit
 from fewshot_mahalanobis.heads import HEADS, AutoHead, EuclideanHead, Head, LinearHead, MahalanobisHead, mahalanobis
 from fewshot_mahalanobis.heads.mahalanobis import RegularizedCovariance
+from fewshot_mahalanobis.testing import HEAD_PROPERTIES, HeadTask
 from tests import reference
 from tests.drawn_tasks import make_task
+from tests.gaussians.test_properties import WITHOUT
+from tests.gaussians.test_properties import make_head as head_for_width
 
 COMPARE = {
     "euclidean": lambda x, mu: -((x - mu) ** 2).sum(),
@@ -112,29 +115,13 @@ def test_linear_head_has_the_parameters_that_simple_cnaps_does_without() -> None
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_two_steps_equal_one_call_and_leave_the_module_as_it_was(
-    name: str, task: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    head = make_head(name)
-    before = {key: value.clone() for key, value in head.state_dict().items()}
-    state = head.fit(task[0], task[1])
-    assert torch.equal(head.logits(state, task[2]), head(*task))
-    assert all(torch.equal(value, before[key]) for key, value in head.state_dict().items())
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_a_querys_logits_do_not_depend_on_its_company(name: str, task: tuple[Tensor, Tensor, Tensor]) -> None:
-    features, labels, queries = task
-    head = make_head(name)
-    torch.testing.assert_close(head(features, labels, queries[2:3]), head(*task)[2:3], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_logits_are_differentiable_in_support_and_queries(name: str) -> None:
-    features, labels, queries = make_task(1, [1, 3], 4, queries=3, dtype=torch.float64)
-    head = LinearHead(in_features=4).double() if name == "linear" else make_head(name)
-    inputs = features.requires_grad_(), queries.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, q: head(x, labels, q), inputs)
+@pytest.mark.parametrize(("shots", "width"), [([1, 3], 4), ([1, 5, 2, 3], 6)], ids=str)
+def test_every_property_of_heads_holds(name: str, shots: list[int], width: int) -> None:
+    """On one task; tests/gaussians/test_properties.py searches for one on which a property does not hold."""
+    task = HeadTask(*make_task(1, shots, width, queries=3, dtype=torch.float64))
+    for title, holds in HEAD_PROPERTIES.items():
+        if title not in WITHOUT.get(name, ()):
+            holds(head_for_width(name, width), task)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -401,8 +388,6 @@ def test_auto_takes_square_roots_where_left_out_examples_are_more_probable_so() 
     assert choose_plda_settings(support, labels).power == 0.5
     assert choose_plda_settings(support**0.5, labels).power == 1.0
     assert choose_plda_settings(support - 1.0, labels).power == 1.0
-    state = AutoHead().fit(support, labels)
-    torch.testing.assert_close(state.means, EuclideanHead().fit(support, labels))
 
 
 def test_auto_of_roots_has_gradients_also_at_zero() -> None:

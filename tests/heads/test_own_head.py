@@ -1,8 +1,10 @@
-"""A head written as one class, as in a notebook, works everywhere without a change to the package."""
+"""A head written as one class, as in a notebook, works everywhere without a change to the package.
+
+Its graph: tests/checkpoints/test_feature_classifier_file.py.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,13 @@ from torch import Tensor
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.heads import Head
-from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.picture import to_square_array
 from fewshot_mahalanobis.plotting import support_influence
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.evaluation.accuracy import Variant, evaluate_source
 from tests.tiny import QUERY_LABELS, SUPPORT_LABELS, adapting_model, drawn
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 
 class MedianHead(Head[Tensor]):
@@ -76,18 +79,6 @@ def test_it_is_evaluated_beside_the_others(classifier: SimpleCNAPSClassifier) ->
     accuracies = evaluate_source(classifier.model_, source, variants, way=3, shot=2, queries=2, episodes=2)
     assert [variant.title for variant in accuracies] == ["adapted, MedianHead", "adapted, Euclidean"]
     assert min(float(of_variant.mean()) for of_variant in accuracies.values()) > 0.5
-
-
-def test_it_is_exported(classifier: SimpleCNAPSClassifier, tmp_path: Path) -> None:
-    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    classifier.export_onnx(tmp_path / "own.onnx")
-    properties = {entry.key: entry.value for entry in onnx.load(tmp_path / "own.onnx").metadata_props}
-    assert json.loads(properties["classes"]) == classifier.classes_.tolist()
-    queries = drawn(QUERY_LABELS, 2)
-    (images,) = ImageBatches(queries, classifier.model_.image_size)
-    session = onnxruntime.InferenceSession(tmp_path / "own.onnx", providers=["CPUExecutionProvider"])
-    (logits,) = session.run(None, {"images": images.numpy()})
-    np.testing.assert_allclose(logits, classifier.decision_function(queries), rtol=1e-3, atol=1e-4)
 
 
 def test_feature_vectors_take_it_too() -> None:

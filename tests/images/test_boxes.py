@@ -168,6 +168,76 @@ def test_a_damaged_annotation_file_is_refused(change: Any, message: str, folder:
         read_boxes(written(folder, coco))
 
 
+@pytest.mark.parametrize(
+    ("kind", "entry", "message"),
+    [
+        ("images", {"id": 7, "file_name": "sub/b.png"}, "the image id 7 twice, for 'a.png' and 'sub/b.png'"),
+        ("categories", {"id": 3, "name": "owl"}, "the category id 3 twice, for 'fox' and 'owl'"),
+        ("images", {"id": 7.0, "file_name": "c.png"}, "the image id 7.0 twice"),
+    ],
+)
+def test_two_files_put_together_with_the_same_ids_are_refused(
+    kind: str, entry: dict[str, Any], message: str, folder: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_boxes(written(folder, {**COCO, kind: [*COCO[kind], entry]}))
+
+
+def test_what_is_there_twice_and_means_the_same_is_read_rightly(folder: Path) -> None:
+    images = [*COCO["images"], COCO["images"][0], {"id": 8, "file_name": "a.png"}]  # once more, and under another id
+    annotations = [*COCO["annotations"], {"id": 1, "image_id": 8, "category_id": 4, "bbox": [1, 1, 9, 9]}]
+    categories = [*COCO["categories"], {"id": 4, "name": "hare"}]
+    file = written(folder, {"images": images, "annotations": annotations, "categories": categories})
+    boxes = read_boxes(file)
+    assert [
+        (Path(region.image).name, label) for region, label in zip(boxes.regions, boxes.labels or [], strict=True)
+    ] == [
+        ("b.png", "fox"),
+        ("a.png", "hare"),
+        ("a.png", "hare"),
+    ]
+    filled = boxes.fill(["fox", "hare"], [None, None, [("fox", 0.6)]])["annotations"]
+    assert filled == [{**annotations[-1], "category_id": 1, "score": 0.6}]  # not the other annotation 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "turned"),
+    [
+        ({"attributes": {"rotation": 15}}, "rotation 15"),
+        ({"attributes": {"occluded": True, "rotation": "180.0"}}, "rotation 180.0"),
+        ({"rotation": -0.5}, "rotation -0.5"),
+        ({"attributes": {"rotation": 0}, "angle": "90°"}, "angle 90"),
+        ({"bbox": [30, 20, 10, 20, 0.3]}, "five numbers"),
+    ],
+)
+def test_a_turned_box_is_refused(fields: dict[str, Any], turned: str, folder: Path) -> None:
+    coco = copy.deepcopy(COCO)
+    coco["annotations"][0].update(fields)
+    with pytest.raises(ValueError, match=rf"annotation 1 of boxes.json \(sub/b.png\).*{turned}.*cut out upright"):
+        read_boxes(written(folder, coco))
+    table = "path,x,y,width,height,rotation\na.png,1,2,3,4,0\na.png,1,2,3,4,{}\n"
+    with pytest.raises(ValueError, match=r"line 3 .*\(a.png\) is a turned box \(rotation 22,5\)"):
+        read_boxes(written(folder, table.format('"22,5"')))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"rotation": 0.0}, {"rotation": 360}, {"angle": "low"}, {"rotation": None}, ["wet"]]
+)
+def test_a_box_that_is_not_turned_stays_whatever_its_attributes(fields: Any, folder: Path) -> None:
+    coco = copy.deepcopy(COCO)
+    coco["annotations"][0]["attributes"] = fields
+    assert read_boxes(written(folder, coco)).regions == read_boxes(written(folder, COCO)).regions
+
+
+def test_backslashes_of_windows_lead_to_the_same_files(folder: Path) -> None:
+    coco = copy.deepcopy(COCO)
+    coco["images"][1]["file_name"] = "sub\\b.png"
+    assert read_boxes(written(folder, coco)).regions == read_boxes(written(folder, COCO)).regions
+    table = "path,x,y,width,height\n{},1,2,3,4\n"
+    slash, backslash = (read_boxes(written(folder, table.format(p))).regions for p in ("sub/b.png", ".\\sub\\b.png"))
+    assert [region.image for region in backslash] == [region.image for region in slash]
+
+
 def test_json_of_another_kind_is_refused(folder: Path) -> None:
     for text in ("[]", "[{}]", '{"images": 3}', '{"a": []}'):
         with pytest.raises(ValueError, match="neither a COCO annotation file"):

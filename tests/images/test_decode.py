@@ -430,8 +430,8 @@ def test_a_closed_image_is_named() -> None:
         (None, "got NoneType"),
         ({"a.png"}, "got set"),
         (iter([np.zeros((8, 8))]), "into a list"),
-        (np.array([["a.png"]]), "no stack of images"),
-        (np.array([[None]], dtype=object), "no stack of images"),
+        (np.array([["a.png"]]), "pass one column of it"),
+        (np.array([[None]], dtype=object), "pass one column of it"),
     ],
 )
 def test_what_is_no_collection_of_images_is_refused_before_any_work(images: object, message: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
 import shutil
@@ -13,7 +11,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fewshot_mahalanobis.apps.labelling import LabelledFile, write_csv
 from fewshot_mahalanobis.images import folders, formats
 from fewshot_mahalanobis.images.folders import (
     find_class_images,
@@ -21,7 +18,6 @@ from fewshot_mahalanobis.images.folders import (
     image_names,
     is_image_name,
     load_folder,
-    read_labels,
 )
 from fewshot_mahalanobis.images.picture import read_square_array
 from tests.tiny import pictures
@@ -245,132 +241,21 @@ def test_names_of_images() -> None:
     assert not any(map(is_image_name, ("a.txt", "a", "._a.png", "a.pdf", "a.mpg")))
 
 
-# Tables of labels --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("target", [".", "..", "../photos/dog/..", "/"])
+def test_a_link_to_a_folder_around_it_is_no_class(target: str, root: Path) -> None:
+    before = find_class_images(root)
+    (root / "again").symlink_to(target, target_is_directory=True)
+    (root / "cat" / "again").symlink_to(root, target_is_directory=True)  # and one within a class
+    found = find_class_images(root)
+    assert (found.paths, found.labels) == (before.paths, before.labels)
+    assert found.ignored == {"link to a folder around it": 1, "link to a folder": 1}
+    assert folders.class_folders_in(root)[1] == "Left out: 1 link to a folder around it."
 
 
-def read(folder: Path, text: str) -> list[tuple[str, str]]:
-    """Names and labels that a table in a folder of 1.jpg to 4.jpg is read as."""
-    for name in "1234":
-        (folder / f"{name}.jpg").touch()
-    table = folder / "labels.csv"
-    table.write_bytes(text.encode())
-    return [(path.relative_to(folder).as_posix(), label) for path, label in zip(*read_labels(table)[:2], strict=True)]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        'path,label\n1.jpg,"cat, black"\n2.jpg,dog\n',
-        'path,label\r\n1.jpg, "cat, black"\r\n2.jpg , dog\r\n',
-        "path;label\n1.jpg;cat, black\n2.jpg;dog\n",
-        "path\tlabel\r1.jpg\tcat, black\r2.jpg\tdog",
-        'path,label,,\n1.jpg,"cat, black",,\n2.jpg,dog\n,,,\n\n',
-        'path,label\n1.jpg,"cat, black",,\n2.jpg,dog,,\n',
-        ',label,path\n0,"cat, black",1.jpg\n1,dog,2.jpg\n',
-        'path,note,label,note\n1.jpg,"first\nsecond","cat, black",x\n2.jpg,,dog,\n',
-        'path,label,a;b;c\td\n1.jpg,"cat, black",0.5\n2.jpg,dog,0.5\n',
-        '\npath,label\n"1.jpg","cat, black"\n"2.jpg","dog"\n',
-    ],
-)
-def test_a_well_formed_table_is_read_as_it_is_meant(text: str, tmp_path: Path) -> None:
-    assert read(tmp_path, text) == [("1.jpg", "cat, black"), ("2.jpg", "dog")]
-
-
-def test_quotes_within_a_cell_are_part_of_it(tmp_path: Path) -> None:
-    assert read(tmp_path, 'path,label\n1.jpg,12" disc\n2.jpg,"the ""big"" one"\n')[0] == ("1.jpg", '12" disc')
-    assert read(tmp_path, 'path,label\n1.jpg,12" disc\n2.jpg,"the ""big"" one"\n')[1] == ("2.jpg", 'the "big" one')
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "cells", "separator"),
-    [
-        ("path,label\n1.jpg,dog\n2.jpg,cat, black\n", 3, 3, "comma"),
-        ("path,label\nmy cat, 1.jpg,cat\n", 2, 3, "comma"),
-        ("path;label;sure\r\n1.jpg;cat;yes\r\n2.jpg;dog; brown;no\r\n", 3, 4, "semicolon"),
-        ("label\tpath\ncat\t\t1.jpg\tx\n", 2, 4, "tab"),
-        ("path,label,,\n1.jpg,cat,,black\n", 2, 4, "comma"),
-        ('path,note,label\n1.jpg,"two\nlines",cat\n2.jpg,,dog\n3.jpg,,cat, black\n', 5, 4, "comma"),
-    ],
-)
-def test_a_row_with_more_cells_than_columns_is_refused_by_its_line(
-    text: str, line: int, cells: int, separator: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=rf"line {line} of .*csv has {cells} cells .* a {separator} in quotes"):
-        read(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ('path,label\n1.jpg,cat\n2.jpg,"dog\n3.jpg,dog\n4.jpg,owl\n', 3),
-        ('path,label\n1.jpg,cat\n2.jpg, "dog\n3.jpg,dog', 3),
-        ('path,label\n1.jpg,"cat\n2.jpg,dog\n3.jpg,"owl"\n', 2),
-        ('path,label\n1.jpg,cat\n2.jpg,"dog\n3.jpg,owl"\n4.jpg,owl\n', 3),
-        ('path,label\n"1.jpg,cat\n2.jpg",dog\n3.jpg,owl\n', 2),
-        ('path,label,note\n1.jpg,cat,"good\n2.jpg,dog,"fine"\n', 2),
-        ('path,"label\n1.jpg,cat\n', 1),
-        ('path;label\r\n1.jpg;cat\r\n2.jpg;"dog\r\n' + "3.jpg;owl\r\n" * 20_000, 3),
-        ('path,label\n1.jpg,"cat" black\n', 2),
-    ],
-)
-def test_a_quote_that_is_not_closed_is_refused_by_its_line(text: str, line: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"line {line} of .*csv.* quote .* not closed"):
-        read(tmp_path, text)
-
-
-def test_a_long_text_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"labels\.csv.*(no column 'path'|not closed)"):
-        read(tmp_path, "word " * 100_000)
-
-
-@pytest.mark.parametrize("column", ["path", "label"])
-@pytest.mark.parametrize("header", ["path,label,{}", "{},path,label", "path, {} ,label", "path,label,note,note,{}"])
-def test_two_columns_of_a_name_that_counts_are_refused(header: str, column: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"line 1 of .*csv names two columns '{column}'"):
-        read(tmp_path, header.format(column) + "\n1.jpg,cat,1.jpg\n2.jpg,dog,2.jpg\n")
-
-
-@pytest.mark.parametrize("again", ["1.jpg", "./1.jpg", "more/../1.jpg", '"1.jpg"', "{folder}/1.jpg"])
-def test_one_file_with_two_labels_is_refused_by_both_lines(again: str, tmp_path: Path) -> None:
-    again = again.format(folder=tmp_path)
-    text = f"path,label\n2.jpg,dog\n1.jpg,cat\n3.jpg,dog\n{again},dog\n"
-    with pytest.raises(ValueError, match=r"lines 3 and 5 of .*csv give .*1\.jpg two labels, 'cat' and 'dog'"):
-        read(tmp_path, text)
-    assert len(read(tmp_path, text.replace("cat", "dog"))) == 4  # the same label twice contradicts nothing
-
-
-@pytest.mark.parametrize(
-    "classes",
-    [
-        ["label", "no label"],
-        ["path", "trail"],
-        ["label", "path", "probability of label", "probability of path"],
-        [" label ", "Label", "label_1", "probability_1"],
-        ["a;b;c;d;e", "f\tg\th\ti", "j, k", 'l"m', "n\no"],
-        ["", "nothing"],
-        ["checked", "predicted", "probability", "doubtful"],
-    ],
-)
-@pytest.mark.parametrize("top_k", [0, 2])
-def test_a_table_with_probabilities_can_be_fitted_again(classes: list[str], top_k: int, tmp_path: Path) -> None:
-    labels = [name.strip() for name in classes if name.strip() and "\n" not in name]
-    rows = []
-    for number, label in enumerate(labels):
-        (tmp_path / f"{number}, a.jpg").touch()
-        shares = {name: (0.9 if name.strip() == label else 0.1) for name in classes}
-        rows.append(LabelledFile(Path(f"{number}, a.jpg"), label, 0.9, probabilities=shares))
-    stream = io.StringIO()
-    write_csv(stream, rows, classes, top_k)
-    columns, *cells = csv.reader(io.StringIO(stream.getvalue(), newline=""))
-    assert len(set(columns)) == len(columns) == 5 + len(classes) + 2 * top_k
-    assert all(len(row) == len(columns) for row in cells)
-    (tmp_path / "labels.csv").write_text(stream.getvalue())
-    paths, found = read_labels(tmp_path / "labels.csv")[:2]
-    assert found == labels
-    assert [path.name for path in paths] == [f"{number}, a.jpg" for number in range(len(labels))]
-
-
-def test_a_file_whose_name_has_two_lines_can_be_in_a_table(tmp_path: Path) -> None:
-    (tmp_path / "two\nlines.jpg").touch()
-    (tmp_path / "labels.csv").write_text('path,label\n"two\nlines.jpg",cat\n')
-    assert read_labels(tmp_path / "labels.csv")[:2] == ([tmp_path / "two\nlines.jpg"], ["cat"])
+def test_links_that_lead_in_a_circle_are_broken_links(root: Path) -> None:
+    (root / "cat" / "one.png").symlink_to("two.png")
+    (root / "cat" / "two.png").symlink_to("one.png")
+    (root / "horse").symlink_to("horse", target_is_directory=True)
+    found = find_class_images(root)
+    assert len(found.paths) == 4
+    assert found.ignored == {"broken link": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,62 @@ def test_without_a_decoder_the_message_says_what_to_install(
     assert not starts_as_image(file)
     with pytest.raises(ImageError, match=rf"{name} images need a decoder: pip install .*\[formats\].* JPEG"):
         read_square_array(file, 32)
+
+
+@needs_heif
+def test_heic_without_exif_data_is_read_without_a_note_and_of_several_pictures_with_one() -> None:
+    import pillow_heif
+
+    file = pillow_heif.from_pillow(Image.fromarray(red_corner()))
+    one, two = io.BytesIO(), io.BytesIO()
+    file.save(one, quality=95)
+    file.add_from_pillow(Image.new("RGB", (60, 40), "blue"))
+    file.save(two, quality=95)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        corner = read_square_array(one, 32)
+    with pytest.warns(UserWarning, match="several frames"):
+        assert np.abs(read_square_array(two, 32).astype(int) - corner).max() <= 2
+
+
+@needs_heif
+@pytest.mark.parametrize("main", [0, 1, 2])
+def test_a_picture_of_a_heic_of_several_is_chosen_as_a_page_is(main: int, tmp_path: Path) -> None:
+    import pillow_heif
+
+    greys = [40, 120, 200]
+    file = pillow_heif.from_pillow(Image.new("L", (64, 48), greys[0]))
+    for grey in greys[1:]:
+        file.add_from_pillow(Image.new("L", (64, 48), grey))
+    path = tmp_path / "burst.heic"
+    file.save(path, quality=-1, primary_index=main)
+
+    def read(**settings: Any) -> list[int]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (batch,) = ImageBatches([path, path.read_bytes()], 32, **settings).decoded()
+        assert (batch.pixels == batch.pixels[:1, :1, :1]).all()
+        return [int(value) for value in batch.pixels[0, 0, 0]]
+
+    assert read(pages="first") == [greys[main]] * 3
+    for number, grey in enumerate(greys):
+        assert read(pages=number) == [grey] * 3
+    assert read(pages="max") == [200] * 3
+    assert read(pages="mean") == [120] * 3
+    assert read(pages=(2, 0, 1)) == [200, 40, 120]
+    with pytest.raises(ImageError, match="it has 3 pages, and there is none of number 3"):
+        read(pages=3)
+
+
+@needs_heif
+def test_a_small_version_in_a_heic_does_not_stand_for_it(tmp_path: Path) -> None:
+    import pillow_heif
+
+    noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+    path = tmp_path / "thumbnail.heic"
+    pillow_heif.from_pillow(Image.fromarray(noise)).save(path, quality=90, thumbnails=[128])
+    plain = tmp_path / "plain.heic"
+    pillow_heif.from_pillow(Image.fromarray(noise)).save(plain, quality=90)
+    lazy = pillow_heif.HeifImageFile(path)
+    (batch,) = ImageBatches([plain, path, lazy], 32).decoded()
+    assert (batch.pixels == batch.pixels[0]).all()

@@ -62,8 +62,8 @@ def test_a_jpeg_is_decoded_at_the_smallest_scale_of_twice_the_size(
     buffer = io.BytesIO()
     photograph.save(buffer, suffix)
     loaded = list[tuple[int, int]]()
-    orientation = picture.exif_orientation  # called once the pixels are there
-    monkeypatch.setattr(picture, "exif_orientation", lambda image: (loaded.append(image.size), orientation(image))[1])
+    # Called once the pixels are there.
+    monkeypatch.setattr(picture, "exif_orientation", lambda image, _: (loaded.append(image.size), 1)[1])
     for size in (20, 32, 60, 111, 221):
         read_square_array(io.BytesIO(buffer.getvalue()), size)
     assert loaded == [(75, 55), (150, 110), (300, 220), (600, 440), (600, 440)]

@@ -80,11 +80,110 @@ def test_the_range_that_the_warning_proposes_gives_the_true_picture(grey: NDArra
             assert (tensor - true).abs().max() * 127.5 <= 1.01
 
 
-def test_a_range_for_colours_of_sixteen_bits_is_as_good_as_their_upper_bytes(grey: NDArray[np.float64]) -> None:
-    data = png(np.rint(grey * 4095).astype(np.uint16), colours=3)
-    tensor, said = read([data], value_range=(0, 4095))
+@pytest.fixture(scope="module")
+def colours() -> NDArray[np.uint8]:
+    return np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+
+
+#: Kelvin in hundredths, as thermal cameras write them: the upper bytes have four values.
+THERMAL = (27_000, 28_020)
+
+
+def sixteen(eight: NDArray[np.uint8], span: tuple[int, int] = THERMAL) -> NDArray[np.uint16]:
+    return (span[0] + eight.astype(np.uint32) * (span[1] - span[0]) // 255).astype(np.uint16)
+
+
+def whole(values: NDArray[np.uint16], **options: Any) -> bytes:
+    """A TIFF of RGB, of 16 bits a colour."""
+    tifffile = pytest.importorskip("tifffile")
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, values, photometric="rgb", **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("compression", [None, "lzw", "zlib"])
+@pytest.mark.parametrize(
+    "options", [{}, {"planarconfig": "separate"}, {"tile": (16, 16)}], ids=["strips", "planes", "tiles"]
+)
+def test_all_bits_of_a_tiff_of_deep_colours_are_used(
+    options: dict[str, Any], compression: str | None, order: str, colours: NDArray[np.uint8]
+) -> None:
+    values = sixteen(colours)
+    if "planarconfig" in options:
+        values = np.ascontiguousarray(np.moveaxis(values, -1, 0))
+    data = whole(values, compression=compression, byteorder=order, **options)
+    tensor, said = read([data], value_range=THERMAL)
     assert said == []
-    assert (tensor - read([grey])[0]).abs().max() * 127.5 <= 9  # sixteen steps of 16
+    torch.testing.assert_close(tensor, read([colours])[0], rtol=0, atol=0)
+    full = whole((values - 27_000) // 4 * 257, compression=compression, byteorder=order, **options)
+    torch.testing.assert_close(read([full])[0], read([colours])[0], rtol=0, atol=0)
+
+
+def test_all_bits_of_a_png_of_deep_colours_are_used_beside_opacity_too(colours: NDArray[np.uint8]) -> None:
+    imagecodecs = pytest.importorskip("imagecodecs")
+    opacity = np.where(np.arange(SIZE) < 9, 0, 65535).astype(np.uint16) + np.zeros((SIZE, SIZE), np.uint16)
+    on_white = np.where(opacity[..., None] == 0, 255, colours)
+    grey = colours[..., :1]
+    for eight, deep in (
+        (colours, sixteen(colours)),
+        (on_white, np.dstack([sixteen(colours), opacity])),
+        (np.where(opacity[..., None] == 0, 255, grey).repeat(3, -1), np.dstack([sixteen(grey), opacity])),
+    ):
+        data = imagecodecs.png_encode(np.ascontiguousarray(deep))
+        for item in (data, Image.open(io.BytesIO(data))):
+            tensor, said = read([item], value_range=THERMAL)
+            assert said == []
+            torch.testing.assert_close(tensor, read([eight.astype(np.uint8)])[0], rtol=0, atol=0)
+
+
+def test_a_tiff_of_deep_colours_that_says_its_range_needs_no_other(colours: NDArray[np.uint8]) -> None:
+    data = whole(colours.astype(np.uint16) * 16, extratags=[(281, 3, 3, (4080, 4080, 4080), True)])
+    tensor, said = read([data], value_range=(0, 9))
+    assert said == []
+    torch.testing.assert_close(tensor, read([colours])[0], rtol=0, atol=0)
+
+
+def test_all_bits_of_a_ppm_are_used(colours: NDArray[np.uint8]) -> None:
+    data = f"P6 {SIZE} {SIZE} 65535\n".encode() + sixteen(colours).astype(">u2").tobytes()
+    tensor, said = read([data], value_range=THERMAL)
+    assert said == []
+    torch.testing.assert_close(tensor, read([colours])[0], rtol=0, atol=0)
+    (said,) = read([data])[1]
+    assert "value_range=" in said
+
+
+def test_a_range_does_not_make_opacity_of_the_black_of_deep_cmyk(colours: NDArray[np.uint8]) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    deep, eight, inks = io.BytesIO(), io.BytesIO(), np.dstack([colours, colours[..., :1]])
+    tifffile.imwrite(deep, inks.astype(np.uint16) * 257, photometric="separated")
+    Image.fromarray(inks, "CMYK").save(eight, "TIFF")
+    for settings in ({}, {"value_range": (0, 65535)}):
+        torch.testing.assert_close(read([deep], **settings)[0], read([eight])[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("bits", "bands", "refused"), [(8, 3, False), (12, 3, True), (16, 3, True), (16, 4, True), (16, 1, False)]
+)
+@pytest.mark.parametrize("container", ["jp2", "j2k"])
+def test_a_jpeg_2000_of_which_pillow_reads_white_as_black_is_refused(
+    container: str, bits: int, bands: int, refused: bool
+) -> None:
+    imagecodecs = pytest.importorskip("imagecodecs")
+    values = np.full((SIZE, SIZE, bands), 2**bits - 1, np.uint8 if bits == 8 else np.uint16).squeeze()
+    data = imagecodecs.jpeg2k_encode(values, level=0, reversible=True, bitspersample=bits, codecformat=container)
+    if refused:
+        with pytest.raises(ImageError, match=r"image 0 .*of which Pillow reads white as black: save it as PNG"):
+            read([data])
+    else:
+        assert (read([data])[0] == 1).all()
+
+
+def test_where_only_upper_bytes_can_be_had_a_note_says_so(colours: NDArray[np.uint8]) -> None:
+    values = np.dstack([sixteen(colours), np.full((SIZE, SIZE), 65535, np.uint16)])
+    tensor, (said,) = read([whole(values, extrasamples=["assocalpha"])], value_range=THERMAL)
+    assert "only the upper eight can be read" in said
+    assert (tensor - read([colours])[0]).abs().max() * 127.5 <= 33  # half of the four steps
 
 
 def test_one_picture_with_the_full_range_keeps_a_dark_collection_from_warning(grey: NDArray[np.float64]) -> None:
@@ -165,6 +264,10 @@ def test_a_transparent_value_of_sixteen_bits_is_white(colours: int) -> None:
     square = read_square_array(io.BytesIO(png(values, transparent=12_345, colours=colours)), 8)
     assert (square[:, :4] == 255).all()
     assert np.abs(square[:, 4:].astype(int) - 117).max() <= 1
+    (tensor,), _ = read([png(values, transparent=12_345, colours=colours)], value_range=(0, 60_000))
+    pixels = (tensor + 1) * 127.5
+    assert (pixels[..., :14] == 255).all()  # those between are resized from both
+    assert ((pixels[..., 18:] - 127.5).abs() <= 0.5).all()
 
 
 @pytest.mark.parametrize("bits", [2, 4])

@@ -203,9 +203,9 @@ def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose pixels are decoded."""
     found, open_image = list[str](), picture.open_image
 
-    def counted(file: Any, max_pixels: int) -> Image.Image:
+    def counted(file: Any, *settings: Any) -> Image.Image:
         found.append(Path(file.name).name)
-        return open_image(file, max_pixels)
+        return open_image(file, *settings)
 
     monkeypatch.setattr(picture, "open_image", counted)
     return found

@@ -203,6 +203,7 @@ def test_the_estimators_other_tools_work(fitted: SimpleCNAPSClassifier) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain Sequential", "timm ViT"])
+@pytest.mark.slow
 def test_onnx_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     make = {**NETWORKS, "timm ViT": lambda: timm.create_model("test_vit", img_size=SIZE, num_classes=0)}[name]
     classifier = classifier_on(seeded(make)).fit(pictures(8), LABELS)

@@ -50,6 +50,8 @@ def test_another_class_of_that_name_is_not_taken_for_it():
     assert not FoldedConv(other, nn.BatchNorm2d(6).eval()).pads_by_size
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_folding_needs_no_timm():
     code = (
         "import sys\nfrom torch import nn\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,8 +100,23 @@ def test_without_a_connection_the_error_comes_at_once_and_names_the_hub(
     with Server(lambda handler: None) as gone:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", gone.url)
     for name in ("test_convnext", "hf-hub:user/repo"):
-        with pytest.raises(ValueError, match=f"timm could not make '{name}'.*no connection to {gone.url}"):
+        with pytest.raises(
+            ValueError, match=f"timm could not make '{name}'.*no connection to {gone.url}.*models--.*HF_HUB_CACHE"
+        ):
             SimpleCNAPS.from_backbone(name)
+
+
+def test_a_hub_that_never_answers_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a firewall that drops packets: every address of the Hub would be waited for in turn."""
+    silent = threading.Event()
+    monkeypatch.setattr(pretrained, "_PATIENCE", 0.05)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: silent.wait())
+    for name in ("test_convnext", "hf-hub:user/repo", "resnet18.a1_in1k"):
+        with pytest.raises(ValueError, match=rf"'{name}'.*no connection.*no answer in 0.05 s.*HF_HUB_CACHE"):
+            SimpleCNAPS.from_backbone(name)
+    with pytest.raises(DownloadError, match=r"dinov2-small.*no answer in 0.05 s.*models--timm--vit.*HF_HUB_CACHE"):
+        load_checkpoint("dinov2-small")
+    silent.set()
 
 
 def test_a_network_that_reads_large_images_warns_once_and_names_the_remedy(hub: Hub, monkeypatch) -> None:

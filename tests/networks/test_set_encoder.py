@@ -1,9 +1,12 @@
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fewshot_mahalanobis.networks import set_encoder
 from fewshot_mahalanobis.networks.set_encoder import SetEncoder
 
 
@@ -85,6 +88,26 @@ def test_chunks_bound_the_memory_of_a_large_set(encoder):
     with torch.no_grad(), Watched():
         encoder(support, 4)
     assert largest == 4 * 64 * 40 * 40  # the unpooled maps of a chunk
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"), [(2**30, 24 * 64 * 20 * 20), (200_000, 24 * 64 * 10 * 10), (0, 24 * 3 * 40 * 40)]
+)
+def test_no_more_maps_of_a_set_are_alive_than_the_bound_or_the_images_allow(encoder, monkeypatch, most, kept):
+    alive, largest, pooled = [], 0, set_encoder._pooled
+
+    def watched(*arguments):
+        nonlocal largest
+        result = pooled(*arguments)
+        alive.append(weakref.ref(result[0]))
+        largest = max(largest, sum(maps.numel() for maps in (each() for each in alive) if maps is not None))
+        return result
+
+    monkeypatch.setattr(set_encoder, "_pooled", watched)
+    monkeypatch.setattr(set_encoder, "MAX_KEPT", most)
+    with torch.no_grad():
+        encoder(images(24), 1)
+    assert largest <= kept + 2 * 64 * 20 * 20  # and the maps of the last two batches
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])

@@ -10,6 +10,8 @@ from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from tests.tiny import task_representation
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 VARIANTS = [
     {},
     {"adaptation": "auto-regressive"},

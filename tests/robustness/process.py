@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from PIL import Image, ImageFile
@@ -24,6 +23,8 @@ from PIL import Image, ImageFile
 
 def process_state() -> dict[str, Any]:
     """Everything global that a numerical library might change in passing."""
+    import matplotlib
+
     return {
         "torch's random state": torch.get_rng_state().tolist(),
         "NumPy's random state": [np.asarray(part).tolist() for part in np.random.get_state()],  # noqa: NPY002

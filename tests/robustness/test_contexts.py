@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch import nn
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPS, SimpleCNAPSClassifier
 from tests.robustness.process import CONTEXTS
 from tests.tiny import LABELS, adapting_model, pictures
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 
 class Tokens(nn.Module):
@@ -83,35 +87,36 @@ def outside(
     }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+#: A whole classifier is asked in several contexts at once; the tests below ask its parts in each alone.
+TOGETHER = [("autocast", "float64 by default", "gradients"), ("bfloat16 by default", "inference")]
+
+
+@contextmanager
+def entered(contexts: tuple[str, ...]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(CONTEXTS[context]())
+        yield
+
+
+@pytest.mark.parametrize("contexts", [*TOGETHER, ("meta device",)], ids=", ".join)
 def test_a_classifier_says_the_same(
-    context: str, adapting: SimpleCNAPS, outside: dict[str, dict[str, Any]], tmp_path: Path
+    contexts: tuple[str, ...], adapting: SimpleCNAPS, outside: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    with CONTEXTS[context]():
+    with entered(contexts):
         inside = answers(adapting, None, "float32", tmp_path)
     assert_same(inside, outside["adapting"])
 
 
-@pytest.mark.parametrize("context", [name for name in CONTEXTS if name != "meta device"])  # PyTorch's layer fails there
+@pytest.mark.parametrize("contexts", TOGETHER, ids=", ".join)  # PyTorch's layer fails on the meta device
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore:this processor has no instructions for bfloat16")
 def test_a_transformer_says_the_same(
-    context: str, precision: str, tokens: Tokens, outside: dict[str, dict[str, Any]], tmp_path: Path
+    contexts: tuple[str, ...], precision: str, tokens: Tokens, outside: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    with CONTEXTS[context]():
+    with entered(contexts):
         inside = answers(None, tokens, precision, tmp_path)
     assert_same(inside, outside[precision])
-
-
-@pytest.mark.parametrize("checkpoint", ["default", "resnet18"])
-def test_the_checkpoints_say_the_same(checkpoint: str) -> None:
-    def features() -> Any:
-        classifier = SimpleCNAPSClassifier(checkpoint, device="cpu", precision="float32")
-        return classifier.fit(pictures(4, seed=0), [0, 0, 1, 1]).transform(pictures(2, seed=1))
-
-    without = features()
-    with CONTEXTS["autocast"](), CONTEXTS["float64 by default"]():
-        np.testing.assert_array_equal(features(), without)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

@@ -29,6 +29,8 @@ from tests.checkpoints.forging import Forgery, safetensors
 from tests.checkpoints.models import Bomb
 from tests.tiny import pictures, unadapted_model
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 SIZE = 32
 LABELS = ["blue", "green", "red", "blue", "green"]
 
@@ -150,7 +152,7 @@ def test_a_header_that_is_no_json_object_is_refused(text: str, forgery: Forgery)
         (("parameters",), "false_rejection_rate", float("nan"), "between 0 and 1"),
         (("fitted",), "unknown_label", "grey", "a threshold of None"),
         (("parameters",), "unknown_label", ["grey"], r"\.parameters\.unknown_label"),
-        ((), "fitted", {"temperature": 1.0}, "missing required field `head`"),
+        ((), "fitted", {"temperature": 1.0}, "missing required field `priors`"),
         (("fitted",), "temperature", -1.0, "a temperature of -1.0"),
         (("fitted",), "temperature", float("nan"), "a temperature of nan"),
         (("fitted",), "temperature", True, r"\.fitted\.temperature"),
@@ -224,13 +226,13 @@ FIRST = "model.feature_extractor.conv1.weight"
     [
         (lambda t: t.update({"../../extra": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}), "unexpected"),
         (lambda t: t.update({"film.0.0.gamma1": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}), "missing"),
-        (lambda t: t[FIRST].update(shape=[64 * 75]), "has shape"),
+        (lambda t: t[FIRST].update(shape=[8 * 75]), "has shape"),
         (lambda t: t[FIRST].update(shape=t[FIRST]["shape"][::-1]), "has shape"),
         (lambda t: t[FIRST].update(dtype="I32"), "has type I32"),
         (lambda t: t[FIRST].update(dtype="U32"), "has type U32"),
         (lambda t: t["support_labels"].update(dtype="F64"), "has type F64"),
         (lambda t: t["support_labels"].update(shape=[5, 1]), "has shape"),
-        (lambda t: t["support_features"].update(shape=[512, 5]), "has shape"),
+        (lambda t: t["support_features"].update(shape=[64, 5]), "has shape"),
         (lambda t: t[FIRST].update(dtype="F64"), "not a safetensors file"),
         (lambda t: t[FIRST].update(shape=[2**62, 2**62]), "not a safetensors file"),
         (lambda t: t[FIRST].update(data_offsets=[2**62, 2**63]), "not a safetensors file"),
@@ -261,7 +263,7 @@ def test_support_labels_that_do_not_count_the_classes_are_refused(labels: list[i
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_support_features_that_are_not_finite_are_refused(value: float, forgery: Forgery) -> None:
-    forgery.small["support_features"] = np.full((5, 512), value, "<f4").tobytes()
+    forgery.small["support_features"] = np.full((5, 64), value, "<f4").tobytes()
     assert_refused(forgery.write(), "'support_features' has NaN or infinite entries")
 
 

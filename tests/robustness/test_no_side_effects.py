@@ -52,8 +52,9 @@ from fewshot_mahalanobis.research.evaluation import Variant, evaluate_source
 from fewshot_mahalanobis.research.training.meta_train import MetaTrainRecipe, meta_train
 from fewshot_mahalanobis.research.training.pretrain import PretrainRecipe, pretrain
 from tests.drawn_tasks import make_task
-from tests.golden import recipe
 from tests.robustness.process import other_process_state, process_state, process_unchanged
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 SIZE = 32
 
@@ -237,11 +238,6 @@ def written_checkpoint(world: World, folder: Path) -> Any:
     return [folder / "checkpoint" / name for name in ("config.json", "model.safetensors")]
 
 
-def from_published(world: World, folder: Path) -> Any:
-    weights = {key: torch.from_numpy(value) for key, value in recipe.state_dict("simple_cnaps").items()}
-    return SimpleCNAPS.from_published_state_dict(weights)
-
-
 def adapted(world: World, folder: Path) -> Any:
     task = world.model.adapt(images_of(world), codes_of(world))
     return (
@@ -308,7 +304,6 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
     "SimpleCNAPS.adapt": adapted,
     "SimpleCNAPS.save_pretrained": written_checkpoint,
     "SimpleCNAPS.from_pretrained": lambda world, folder: SimpleCNAPS.from_pretrained(str(world.checkpoint)),
-    "SimpleCNAPS.from_published_state_dict": from_published,
     "available_checkpoints": lambda world, folder: [record.name for record in available_checkpoints().values()],
     "load_checkpoint by name": lambda world, folder: load_checkpoint("default"),
     "load_checkpoint by path": lambda world, folder: load_checkpoint(world.checkpoint),
@@ -345,7 +340,7 @@ CALLS: dict[str, Callable[[World, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "export_" in n else ()) for n in CALLS])
 def test_a_call_leaves_the_process_as_it_was_and_repeats_to_the_bit(name: str, world: World, tmp_path: Path) -> None:
     call = CALLS[name]
     fitted = [
@@ -411,6 +406,8 @@ def test_training_leaves_the_process_as_it_was_and_repeats_to_the_bit(tmp_path: 
             assert trained(tmp_path / "run1") == weights
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_importing_every_module_leaves_the_process_as_it_was() -> None:
     """In a fresh interpreter, in which the packages that it depends on are imported already."""
     program = f"""
@@ -424,8 +421,6 @@ import filelock, hypothesis, hypothesis.extra.numpy, huggingface_hub, joblib, ma
 import platformdirs, requests, safetensors.torch
 import scipy, sklearn.base, sklearn.covariance, sklearn.datasets, sklearn.utils.validation, tqdm.auto, typer
 import torch.utils.data
-with contextlib.suppress(ImportError):
-    import gradio
 {inspect.getsource(process_state)}
 before = process_state()
 import fewshot_mahalanobis

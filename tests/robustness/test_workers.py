@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -65,11 +66,19 @@ def test_without_workers_the_network_runs_in_threads_of_its_own() -> None:
     assert (seen.threads, seen.own in seen.names) == (3, False)
 
 
-def test_joblib_workers_keep_to_their_thread() -> None:
+def seen_with(classifier: SimpleCNAPSClassifier | Path) -> Seen:
+    return Seen(joblib.load(classifier) if isinstance(classifier, Path) else classifier)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_joblib_workers_keep_to_their_thread_and_take_a_pickle_or_a_file_of_joblib(tmp_path: Path) -> None:
     classifier = classifier_of_batches()
     expected = classifier.transform(QUERIES)
+    joblib.dump(classifier, tmp_path / "classifier.joblib")
+    given = [classifier, tmp_path / "classifier.joblib"]
     with joblib.parallel_config("loky", inner_max_num_threads=1):
-        for seen in joblib.Parallel(n_jobs=2)(joblib.delayed(Seen)(classifier) for _ in range(2)):
+        for seen in joblib.Parallel(n_jobs=2)(joblib.delayed(seen_with)(one) for one in given):
             assert_alone(seen, expected)
 
 

@@ -15,12 +15,21 @@ from sklearn.datasets import load_digits, load_iris
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
-from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows, joined, number_of_copies, within_classes
+from fewshot_mahalanobis.support_set.copies import (
+    checked_groups,
+    equal_rows,
+    joined,
+    near_twins,
+    number_of_copies,
+    within_classes,
+)
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.summary import summarise, support_influence
 from tests.drawn_tasks import make_task
 from tests.tiny import LABELS, adapting_model, pictures
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 NO_PAIRS = np.empty((0, 2), np.int64)
 
@@ -69,6 +78,49 @@ def test_known_queries_are_not_rejected_for_copies(
     assert with_copies[1] >= without[1] - 0.02
     if how != "one class four times":
         assert rejected_and_right(*copied(x, y, how)[:2], None)[0] > with_copies[0] + 0.2  # what was wrong without
+
+
+def altered(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A support set, and an altered copy of each example: half as far from it as others of the class are."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
+    usual = torch.stack([torch.pdist(x[y == label]).median() for label in y.unique()]).median()
+    return torch.cat([x, x + 0.5 * usual * noise / noise.norm(dim=1, keepdim=True)]), y.repeat(2), torch.arange(len(x))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_known_queries_are_not_rejected_for_altered_copies_which_are_no_groups(
+    task: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    x, y, queries, _ = task
+    with_copies, labels, originals = altered(x, y)
+    twins = near_twins(with_copies, labels)
+    of_copies = {*zip(originals.tolist(), (originals + len(x)).tolist(), strict=True)}
+    assert len(of_copies & {*map(tuple, twins.tolist())}) >= 0.8 * len(x)
+
+    def rejected(x: torch.Tensor, y: torch.Tensor, **settings: Any) -> float:
+        fitted = FittedHead.fit(AutoHead(), Features(x), y, unknown_label=-1, false_rejection_rate=0.05, **settings)
+        assert fitted.groups is None or "group_names" in settings
+        return float((fitted.predict(Features(queries)).indices == 5).double().mean())
+
+    once, trusted = rejected(x, y), rejected(with_copies, labels)
+    assert trusted > once + 0.1  # what was wrong
+    assert rejected(with_copies, labels, twins=twins) <= once + 0.03
+    assert rejected(with_copies, labels, twins=twins, group_names=[*range(len(labels))]) == trusted  # the user knows
+
+
+def test_twins_are_clusters_far_nearer_than_the_rest_of_their_class() -> None:
+    angles = torch.tensor([0.0, 2.0, 3.0, 20.0, 21.0, 40.0, 60.0, 80.0, 0.0, 1.0, 20.0, 0.5]).deg2rad()
+    x, y = torch.stack([angles.cos(), angles.sin()], dim=1), torch.tensor([0] * 8 + [1] * 3 + [2])
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    for scale in (1.0, torch.arange(1, 13)[:, None]):  # lengths say nothing
+        assert joined(12, near_twins(scale * x, y), [None] * 12).tolist() == [0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8]  # type: ignore[union-attr]
+    moved = {frozenset(order[pair].tolist()) for pair in torch.from_numpy(near_twins(x[order], y[order]))}
+    assert frozenset((3, 4)) in moved
+    assert {i for pair in moved for i in pair} == {0, 1, 2, 3, 4}  # classes of fewer than four have none
+    evenly = torch.tensor([0.0, 9.0, 20.0, 29.0]).deg2rad()
+    x = torch.stack([evenly.cos(), evenly.sin()], dim=1)
+    assert len(near_twins(x, torch.zeros(4, dtype=torch.int64))) == 0  # 9 degrees are not within 0.8 of 11
+    assert len(near_twins(torch.zeros(6, 3), torch.zeros(6, dtype=torch.int64))) == 0
 
 
 def test_without_copies_nothing_is_found_and_everything_is_as_before(

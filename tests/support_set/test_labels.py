@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 import warnings
 from fractions import Fraction
@@ -14,6 +15,7 @@ from PIL import Image
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier, load_folder
 from fewshot_mahalanobis.images.folders import read_labels
+from fewshot_mahalanobis.support_set.labels import check_text, checked_labels, warn_of_similar_labels
 from tests.tiny import pictures, tiny_classifier, tiny_model
 
 COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
@@ -44,6 +46,108 @@ def test_labels_that_look_alike_are_named_in_one_warning(one: str, other: str) -
         classifier = MahalanobisClassifier().fit(*features(one, "dog"))
     with pytest.warns(UserWarning, match="look alike"):
         classifier.partial_fit(*features(other))
+
+
+def said_of(labels: list[Any], counts: list[int] | None = None) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_similar_labels(labels, counts or [])
+    return " ".join(str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("007", "7"),
+        ("1,0", "1"),
+        ("1E5", "1.00E+05"),
+        ("7.61E+12", "7612345678901"),
+        ("8.0E+12", "7999999999999"),  # rounded up
+        ("1234567890123450", "1234567890123456"),  # a spreadsheet keeps 15 digits
+        ("Ã©mu", "ému"),  # UTF-8 read as Windows-1252, as Mac OS Roman, and twice
+        ("√©mu", "ému"),
+        ("ÃƒÂ©mu", "ému"),
+        ("Ã\x81guila", "Águila"),  # with a byte that Windows-1252 leaves open
+        ("itâ€™s", "it's"),  # the curly apostrophe at that
+        ("caf\ufffd", "café"),
+        ("?pfel", "Äpfel"),
+        ("cat\u200b", "cat"),
+        ("\ufeffcat", "cat"),
+        ("soft\u00adware", "software"),
+        ("“big” one", '"big" one'),
+        ("A\u20131", "A-1"),
+    ],
+)
+def test_labels_that_a_spreadsheet_or_an_encoding_changed_look_alike(one: str, other: str) -> None:
+    for labels in ([one, "dog", other], [other, "dog", one]):
+        said = said_of(labels)
+        assert "look alike" in said
+        assert "dog" not in said
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["1", "2", "10", "100"],
+        ["1,000", "1"],  # or 1000
+        ["-1", "1"],
+        ["A1", "A01"],  # wells of a plate
+        ["v1.0", "v1"],
+        ["1e5", "123456"],  # no spreadsheet shortens so short a number
+        ["?", "猫", "犬"],
+        ["Apfel", "Äpfel"],
+        ["nan", "inf"],
+        ["Ã", "é"],
+    ],
+)
+def test_other_labels_do_not_look_alike(labels: list[str]) -> None:
+    assert said_of(labels) == ""
+
+
+def test_a_shortened_number_is_named_even_alone() -> None:
+    assert "shortened '7.61E+12': long numbers that begin alike become one label" in said_of(["7.61E+12", "cat"])
+    assert said_of(["7.61E+2", "1E5"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("rare", "common"),
+    [
+        ("pygmy_marmosset", "pygmy_marmoset"),
+        ("Sunflwer", "sunflower"),
+        ("dandeloin", "dandelion"),
+        ("red admirall", "red admiral"),
+        ("golden retriewer 2", "golden retriever 2"),
+        ("flowers", "flower"),
+    ],
+)
+def test_a_rare_label_one_slip_away_from_a_common_one_is_named(rare: str, common: str) -> None:
+    assert f"{rare!r}: did you mean {common!r}?" in said_of(["dog", rare, common], [5, 1, 4])
+    assert said_of(["dog", rare, common], [5, 2, 5]) == ""  # not so rare
+    assert said_of(["dog", common, rare], [5, 4, 0]) == ""  # named to partial_fit, without examples
+    X, _ = features(rare, common)
+    with pytest.warns(UserWarning, match=f"did you mean '{common}'"):
+        MahalanobisClassifier().fit(X[[0, 2, 3, 2, 3]], [rare, *[common] * 4])
+
+
+@pytest.mark.parametrize(
+    ("rare", "common"),
+    [
+        ("class_a", "class_b"),
+        ("cat", "car"),
+        ("male", "female"),
+        ("type1", "type2"),
+        ("sunflower 1", "sunflower 11"),
+        ("typical", "atypical"),
+        ("nitrite", "nitrate"),
+        ("woman", "women"),
+        ("left hand", "left hands up"),
+        ("category_aa", "category_ab"),
+        ("inactive", "active"),
+    ],
+)
+def test_short_names_numbers_and_other_words_are_no_slips(rare: str, common: str) -> None:
+    assert said_of([rare, common], [1, 50]) == ""
+    assert said_of([common, rare], [1, 50]) == ""
 
 
 def test_images_get_the_same_warning() -> None:
@@ -113,3 +217,19 @@ def test_numpys_own_strings_serve_everywhere(tmp_path: Path) -> None:
         classifier.fit(queries, y).partial_fit(queries, y)
         assert classifier.score(queries, y) == classifier.score(queries, y.tolist())
         assert classifier.predict(queries).dtype.kind == "U"
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "\udcff", "a\udce4b"])
+def test_a_name_in_latin_1_is_named_before_a_page_is_made(name):
+    shown = re.escape(repr(name.encode("utf-8", "backslashreplace").decode()))
+    with pytest.raises(ValueError, match=f"the class {shown} has a name that is not valid UTF-8: rename its folder"):
+        check_text(["tea", name])
+    check_text(["café", "猫", "🐈", 3, True])
+
+
+@pytest.mark.parametrize("long", [b"x" * 10**6, {"bytes": b"x" * 10**6}, "y" * 10**6])
+def test_a_message_does_not_quote_a_whole_encoded_picture(long: Any) -> None:
+    labels = np.array([1, long, 2], dtype=object)
+    with pytest.raises(ValueError, match=r"^y\[1\] is ") as caught:
+        checked_labels(labels, 3)
+    assert len(str(caught.value)) < 1000

@@ -18,9 +18,13 @@ from typer.testing import CliRunner
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.checkpoints import save_checkpoint
-from fewshot_mahalanobis.heads import HEADS
-from fewshot_mahalanobis.support_set.negatives import MarginHead
+from fewshot_mahalanobis.heads import HEADS, AutoHead, CosineHead
+from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.negatives import MarginHead, left_out_negatives, similarity_to_negatives
+from fewshot_mahalanobis.support_set.unknown import SIMILARITIES
 from tests.tiny import LABELS, adapting_model, pictures, tiny_model, unadapted_model
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 NONE = "none of these"
 Task = dict[str, NDArray[Any]]
@@ -92,7 +96,7 @@ def test_one_class_and_examples_of_none_are_told_apart() -> None:
         found.append([[each.mean() for each in of_one] for of_one in of_both])
     without, taught = np.mean(found, axis=0)
     assert taught[1] > without[1] + 0.01
-    assert taught[0] < 0.065
+    assert taught[0] < 2 * 0.05  # as far as the threshold may go for the examples of no class
 
 
 @pytest.mark.parametrize("head", ["auto", "mahalanobis", "euclidean"])
@@ -118,6 +122,43 @@ def test_their_term_of_left_out_examples_is_that_of_refits(name: str, groups: to
         head = MarginHead(settled, negatives, None if groups is None else groups[rest])
         expected = head.logits(head.fit(X[rest], y[rest]), X[i : i + 1])
         torch.testing.assert_close(found[i : i + 1], expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("head", [AutoHead(), CosineHead()], ids=["auto", "cosine"])
+def test_left_out_examples_of_no_class_score_as_queries_of_a_refit(head: Any, number: int) -> None:
+    task = gaussian_task(2)
+    X, y, rows = (torch.tensor(task[part]) for part in ("X", "y", "like"))
+    settled, negatives = head.settled(X, y), rows[:number]
+    terms = (*SIMILARITIES, similarity_to_negatives(settled, Features(negatives), Features(X), y, None))
+    found = left_out_negatives(settled, Features(negatives), Features(X), y, None, terms)
+    assert found.keys() == {"head", *(term.name for term in terms)}
+    torch.testing.assert_close(found["head"], settled.logits(settled.fit(X, y), negatives).double())
+    assert number > 1 or found["negatives"].tolist() == [[np.inf]]  # nothing is left that it could be like
+    for i in range(number if number > 1 else 0):
+        others = MarginHead(settled, torch.cat([negatives[:i], negatives[i + 1 :]]))
+        expected = others.logits(others.fit(X, y), negatives[i : i + 1]).double()
+        torch.testing.assert_close(found["negatives"][i : i + 1], expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_round_of_doubtful_labels_costs_nothing() -> None:
+    """Two classes against anything else; ten labels of images in doubt between them, five of none."""
+    gains, rejected = [], []
+    for task in map(gaussian_task, range(30)):
+        known = task["known"][np.arange(200) % 5 < 2]
+        truth = np.concatenate([np.arange(80) % 2, np.full(200, -1)])
+        pool, (X, y) = np.concatenate([known, task["unknown"]]), (task["X"][task["y"] < 2], task["y"][task["y"] < 2])
+        first = MahalanobisClassifier(unknown_label=-1).fit(X, y)
+        doubt = first.predict_proba(pool).max(axis=1).argsort()
+        asked = np.concatenate([doubt[truth[doubt] >= 0][:10], doubt[truth[doubt] < 0][:5]])
+        second = MahalanobisClassifier(unknown_label=-1).fit(
+            np.concatenate([X, pool[asked]]), np.concatenate([y, truth[asked]])
+        )
+        before, after = (classifier.predict(pool) for classifier in (first, second))
+        gains.append((after == truth).mean() - (before == truth).mean())
+        rejected.append((after[:80] == -1).mean())
+    assert np.mean(gains) - 1.96 * np.std(gains, ddof=1) / 30**0.5 > 0
+    assert np.mean(rejected) < 0.065
 
 
 @pytest.mark.parametrize("groups", [None, [i // 10 * 5 + i % 5 for i in range(25)]])
@@ -230,6 +271,7 @@ def test_files_pickles_and_clones_keep_them(tmp_path: Path) -> None:
     assert_same_answers(again, fitted(task, "like"), task["unknown"], rtol=0)
 
 
+@pytest.mark.slow
 def test_an_exported_file_rejects_as_predict_does(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -37,10 +38,13 @@ from fewshot_mahalanobis.support_set.unknown import (
     OutlierScore,
     output_labels,
     rejection_threshold,
+    separating_threshold,
 )
 from tests import reference
 from tests.drawn_tasks import make_task
 from tests.tiny import LABELS, pictures, tiny_model
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 
 def gaussian_task(
@@ -80,8 +84,8 @@ def test_an_image_far_from_every_class_scores_higher_with_every_metric() -> None
     features, labels = torch.tensor(X), torch.tensor(y)
     for name in ("mahalanobis", "euclidean", "manhattan", "cosine", "dot_product"):
         head = HEADS[name]()
-        known = OutlierScore.of_head(head(features, labels, torch.tensor(queries)))
-        away = OutlierScore.of_head(head(features, labels, -torch.tensor(queries)))
+        known = OutlierScore.head_score(head(features, labels, torch.tensor(queries)))
+        away = OutlierScore.head_score(head(features, labels, -torch.tensor(queries)))
         assert float(away.median()) > float(known.median()), name
 
 
@@ -115,7 +119,7 @@ def test_the_warning_points_at_the_line_that_called_fit() -> None:
         assert [w.filename for w in caught if "cannot guarantee" in str(w.message)] == [__file__]
 
 
-@pytest.mark.parametrize(("shot", "rate"), [(5, 0.05), (5, 0.1), (5, 0.3), (3, 0.1), (10, 0.05)])
+@pytest.mark.parametrize(("shot", "rate"), [(5, 0.05), (5, 0.3), (3, 0.1), (10, 0.05)])
 def test_known_queries_are_rejected_at_the_promised_rate(shot: int, rate: float) -> None:
     """On average over tasks of five Gaussian classes, within 3 points; by the default head never more."""
     rejected: dict[str, list[float]] = {"mahalanobis": [], "auto": []}
@@ -385,8 +389,9 @@ def test_without_a_threshold_no_query_is_rejected() -> None:
     fitted = FittedHead.fit(Logits(), queries, torch.tensor([0, 1]))
     assert fitted.predict(queries).indices.tolist() == [0, 1]
     for threshold in (2.0, 1.0):  # a score at the threshold is not above it
-        kept = {**fitted.kept(), "unknown_label": -1, "threshold": threshold}
-        assert FittedHead.from_kept(kept).predict(queries).indices.tolist() == [2, 1]
+        state = fitted.to_state()
+        state["values"] = msgspec.structs.replace(state["values"], unknown_label=-1, threshold=threshold)
+        assert FittedHead.from_state(state).predict(queries).indices.tolist() == [2, 1]
 
 
 # ---------------------------------------------------------------- errors
@@ -455,6 +460,7 @@ def test_one_pass_through_the_network_gives_all_answers() -> None:
     assert said.unknown.tolist() == (classifier.outlier_score(images) > classifier.threshold_).tolist()
     assert 0 < said.unknown.sum() < len(images)
     np.testing.assert_array_equal(said.features, classifier.transform(images))
+    np.testing.assert_allclose(said.outlier_scores, classifier.outlier_score(images), rtol=1e-6)
 
 
 def test_classes_of_one_example_each_leave_no_threshold_to_find() -> None:
@@ -535,6 +541,60 @@ def test_saved_and_pickled_classifiers_keep_threshold_and_temperature_to_the_bit
     assert_same_decisions(pickle.loads(pickle.dumps(of_features)), of_features, queries)
 
 
+@pytest.mark.parametrize("negatives", [0, 6])
+def test_another_rate_is_in_force_without_a_fit_and_is_that_of_a_fit_with_it(negatives: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    X, y, queries = gaussian_task(rng, way=3)
+    X, y = np.concatenate([X, 3 * rng.normal(size=(negatives, 16))]), np.append(y, [-1] * negatives)
+    fitted = MahalanobisClassifier(unknown_label=-1, false_rejection_rate=0.1).fit(X, y)
+    before = fitted.threshold_
+    fitted.save(tmp_path / "fitted")
+    for same in (fitted, pickle.loads(pickle.dumps(fitted)), MahalanobisClassifier.load(tmp_path / "fitted")):
+        assert same.threshold_ == before
+        same.set_params(false_rejection_rate=0.4)
+        other = MahalanobisClassifier(unknown_label=-1, false_rejection_rate=0.4).fit(X, y)
+        assert same.threshold_ == pytest.approx(other.threshold_, rel=1e-12)
+        assert (same.predict(queries) == other.predict(queries)).all()
+        same.save(tmp_path / "again")
+        assert MahalanobisClassifier.load(tmp_path / "again").threshold_ == same.threshold_
+        assert same.set_params(false_rejection_rate=0.1).threshold_ == before
+        with pytest.raises(ValueError, match="false_rejection_rate must lie between 0 and 1, got 2"):
+            same.set_params(false_rejection_rate=2).predict(queries)
+
+
+def test_a_rate_that_is_set_for_images_leaves_near_twins_out_together(tmp_path: Path) -> None:
+    rng = np.random.default_rng(7)
+    twins = np.repeat(rng.normal(size=(24, 512)), 2, axis=0) + 1e-3 * rng.normal(size=(48, 512))
+    labels, found = torch.arange(48) // 16, {}
+    pairs = np.arange(48).reshape(-1, 2)
+    for rate in (0.1, 0.3):
+        settings: dict[str, Any] = {"unknown_label": -1, "false_rejection_rate": rate, "twins": pairs}
+        found[rate] = FittedHead.fit(HEADS["auto"](), Features(torch.from_numpy(twins)), labels, **settings)
+    again = FittedHead.from_state(found[0.1].to_state())
+    assert found[0.1].outliers is not None
+    assert found[0.3].outliers is not None
+    assert found[0.1].at_rate(0.3).outliers.threshold == found[0.3].outliers.threshold  # type: ignore[union-attr]
+    assert again.at_rate(0.3).outliers.threshold == pytest.approx(found[0.3].outliers.threshold)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", [1, 2, 4])
+def test_doubt_is_that_of_the_nearest_boundary(way: int) -> None:
+    X, y, queries = gaussian_task(np.random.default_rng(3), way=way, queries=60)
+    queries = np.concatenate([queries, 2 * queries])
+    classifier = MahalanobisClassifier(unknown_label=-1, false_rejection_rate=0.2).fit(X, y)
+    said, spread = classifier.predict_all(queries), classifier.fitted_head_.left_out_scores.scores.std(correction=0)
+    for label, shares, score, doubt in zip(
+        said.labels, said.probabilities, said.outlier_scores, said.doubts, strict=True
+    ):
+        of_rejection = 2 / (1 + np.exp(abs(score - classifier.threshold_) / (float(spread) / 4)))
+        best = [*sorted(shares), 1.0][:way][::-1]
+        of_classes = 0 if label == -1 or way == 1 else 1 - (best[0] - best[1])
+        assert doubt == pytest.approx(max(of_rejection, of_classes), rel=1e-6, abs=1e-12)
+    assert {*said.unknown.tolist()} == {True, False}
+    at_the_threshold = classifier.fitted_head_.left_out_scores.threshold(0.2)
+    assert at_the_threshold == pytest.approx(classifier.threshold_)
+
+
 def test_what_is_saved_is_what_was_fitted_whatever_was_set_since(model: SimpleCNAPS, tmp_path: Path) -> None:
     classifier = rejecting_images(model).fit(pictures(8, 1), LABELS)
     images = np.concatenate([pictures(6, 3), 0 * pictures(2, 4)])
@@ -570,6 +630,7 @@ def test_what_is_saved_is_what_was_fitted_whatever_was_set_since(model: SimpleCN
         ("parameters", "unknown_label", ["?"], r"parameters\.unknown_label"),
         ("parameters", "temperature", "hot", "temperature must be"),
         ("parameters", "false_rejection_rate", 2.0, "false_rejection_rate must"),
+        ("fitted", "false_rejection_rate", 2.0, "a false_rejection_rate of 2.0"),
     ],
 )
 def test_a_file_whose_calibration_cannot_be_is_refused(
@@ -661,9 +722,22 @@ def test_the_command_line_rejects_and_keeps_probabilities_of_known_classes(model
         assert result.exit_code == 0, result.output
         header, row = result.stdout.splitlines()
         assert row.split(",")[1] == "neither"
-        assert header == "path,label,checked,predicted,probability" + (",blue,red" if options else "")
-    assert row.split(",")[4] == ""  # of no class
-    assert sum(map(float, row.split(",")[5:])) == pytest.approx(1.0, abs=1e-5)
+        grade = ",class,outlier_score,outlier_threshold,doubt"
+        assert header == "path,label,checked,predicted,probability" + grade + (",blue,red" if options else "")
+    cells = dict(zip(header.split(","), row.split(","), strict=True))
+    assert float(cells["blue"]) + float(cells["red"]) == pytest.approx(1.0, abs=1e-5)
+    assert cells["probability"] == cells[cells["class"]] == max(cells["blue"], cells["red"])
+    classifier = SimpleCNAPSClassifier.load(file, device="cpu")
+    white = classifier.predict_all([tmp_path / "white.png"])
+    assert float(cells["outlier_score"]) == pytest.approx(white.outlier_scores[0], abs=1e-5)
+    assert float(cells["outlier_threshold"]) == pytest.approx(classifier.threshold_, abs=1e-5)
+    assert float(cells["doubt"]) == pytest.approx(white.doubts[0], abs=1e-5)
+
+    lower = [*where, "--false-rejection-rate", "0.5", "--json"]
+    (answer,) = json.loads(CliRunner().invoke(app, ["predict", file, str(tmp_path / "white.png"), *lower]).stdout)
+    assert answer["outlier_threshold"] == classifier.set_params(false_rejection_rate=0.5).threshold_
+    assert answer["outlier_threshold"] < float(cells["outlier_threshold"])
+    assert (answer["label"], answer["class"]) == ("neither", cells["class"])
 
 
 @pytest.mark.parametrize("shot", [3, 5])
@@ -679,3 +753,27 @@ def test_a_chosen_temperature_does_not_destroy_probabilities_in_many_dimensions(
             classifier = MahalanobisClassifier(head="mahalanobis", temperature=temperature).fit(X, y)
             of_temperature.append(-float(classifier.predict_log_proba(queries)[np.arange(100), truth].mean()))
     assert np.mean(losses["auto"]) < np.mean(losses[1.0]) + 0.02
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_separating_threshold_makes_the_fewest_mistakes_in_its_range(seed: int, weighted: bool) -> None:
+    rng = np.random.default_rng(seed)
+    known, none = np.round(rng.normal(size=20), 2), np.round(rng.normal(1.0, 1.0, size=7), 2)
+    weights = rng.choice([0.5, 1.0], 20) if weighted else np.ones(20)
+    least, most = np.sort(known)[[12, 18]]
+
+    def mistakes(threshold: float) -> float:
+        return float(weights[known > threshold].sum() / weights.sum() + (none <= threshold).mean())
+
+    found = separating_threshold(*map(torch.from_numpy, (known, none, weights)), least, most)
+    assert least <= found <= most
+    assert mistakes(found) <= min(map(mistakes, np.linspace(least, most, 5000)[1:-1])) + 1e-9
+
+
+def test_the_separating_threshold_is_the_highest_of_equals_and_stays_in_its_range() -> None:
+    known, ones = torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.ones(4)
+    far, inside = torch.tensor([9.0, -torch.inf]), torch.tensor([2.5])
+    assert separating_threshold(known, far, ones, 1.5, 3.0) == 2.5  # nothing is gained lower down
+    assert separating_threshold(known, inside, ones, 2.0, 3.0) == 2.25
+    assert separating_threshold(known, inside, ones, 3.0, 3.0) == 3.0

@@ -30,12 +30,13 @@ from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedTask
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.labels import check_text
 
 __all__ = ["RUNTIME", "RUNTIME_VERSION", "write_web_page"]
 
 #: Side of a support picture on the page, in pixels.
 THUMBNAIL = 84
-#: Relative distance of features below which a picture is the one that a support feature came from.
+#: Largest relative distance between the features of a picture and those of its support example.
 SAME_PICTURE = 0.1
 
 _GRAPH = "classifier.onnx"
@@ -64,10 +65,11 @@ def write_web_page(
         graph = temporary / _GRAPH
         write_page_onnx(model, task, graph, distances=pictures is not None)
         fitted, classes = task.fitted_head, [str(label) for label in task.fitted_head.classes.tolist()]
+        check_text([*fitted.output_labels.tolist()])
         examples = None
         if pictures is not None:
-            of_examples = zip(fitted.labels.tolist(), pictures, strict=True)
-            examples = [{"label": classes[label], "picture": _data(picture)} for label, picture in of_examples]
+            labelled = zip(fitted.labels.tolist(), pictures, strict=True)
+            examples = [{"label": classes[label], "picture": _data(picture)} for label, picture in labelled]
         description = {
             "side": model.image_size,
             "labels": [str(label) for label in fitted.output_labels.tolist()],
@@ -78,8 +80,8 @@ def write_web_page(
             "about": f"Tells pictures of these {len(classes)} classes apart: {_listed(classes)}.",
             "learned": _learned(fitted),
         }
-        templates = {"index.html": ("index.html", text)}
-        write_page(temporary, Page(title, templates, ("app.js",), {"graph": _GRAPH}, description, copied))
+        templates = {"index.html": ("answers.html", text)}
+        write_page(temporary, Page(title, templates, ("answers.js",), {"graph": _GRAPH}, description, copied))
 
 
 def _thumbnails(support: ImageBatches, task: AdaptedTask) -> list[NDArray[np.uint8] | None]:
@@ -104,7 +106,7 @@ def _thumbnails(support: ImageBatches, task: AdaptedTask) -> list[NDArray[np.uin
 
 
 def _learned(fitted: FittedHead) -> str:
-    """How many pictures it has learned from, and what becomes of others."""
+    """How many pictures it has learned from, and whether it rejects others."""
     learned = f"It has learned from {len(fitted.labels)} pictures. "
     if fitted.outliers is None:
         return learned + "It knows these classes alone: a picture of anything else gets one of them too."

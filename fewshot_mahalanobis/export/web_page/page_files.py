@@ -38,7 +38,7 @@ RUNTIME_BYTES = 73_054 + 14_239_897
 _MADE_BY = "fewshot-mahalanobis"
 _PAGE, _SERVICE_WORKER, _ICONS = "page.json", "service-worker.js", (192, 512)
 #: What every page has beside its own files.
-_COMMON = ("page.js", "pictures.js", "network.js", "classifier_file.js", "worker.js", "style.css")
+_COMMON = ("page.js", "loading.js", "pictures.js", "network.js", "classifier_file.js", "worker.js", "style.css")
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def _put_in_place(written: Path, folder: Path, earlier: set[str]) -> None:
     # The service worker last: a visitor's browser that sees it keeps the other files as they are then.
     for name in sorted(names, key=_SERVICE_WORKER.__eq__):
         with atomic_replace(folder / name) as temporary:
-            shutil.move(written / name, temporary)
+            shutil.copyfile(written / name, temporary)
     for name in earlier - names:
         (folder / name).unlink(missing_ok=True)
 
@@ -128,6 +128,8 @@ class Page:
         Files of the folder that the script loads and checks, by the names that it knows.
     description : mapping of str to JSON values
         What the script reads beside.
+    engine : sequence of str
+        Those of the scripts that a document loads first.
     runtime : mapping of str to Path, optional
         The runtime's files, from :func:`runtime_files`; by default browsers load them from the public server.
     """
@@ -138,6 +140,7 @@ class Page:
     large: Mapping[str, str]
     description: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, Path] | None = None
+    engine: Sequence[str] = ()
 
 
 def write_page(folder: Path, page: Page) -> None:
@@ -154,7 +157,8 @@ def write_page(folder: Path, page: Page) -> None:
     for name, (template, text) in page.templates.items():
         places = {"version": __version__, "policy": _policy(server), **text}
         escaped = {place: html.escape(value) for place, value in places.items()}
-        filled = _filled(template, {"head": _asset("head.html"), **escaped})
+        scripts = "".join(f'<script src="{script}" defer></script>\n' for script in page.engine)
+        filled = _filled(template, {"head": _asset("head.html"), "scripts": scripts, **escaped})
         (folder / name).write_text(filled, encoding="utf-8")
     description = {
         "made_by": f"{_MADE_BY} {__version__}",
@@ -224,7 +228,7 @@ def _policy(runtime: str | None) -> str:
 
 
 def _asset(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")
+    return (files("fewshot_mahalanobis") / "page" / name).read_text(encoding="utf-8")
 
 
 def _filled(name: str, values: dict[str, Any]) -> str:

@@ -114,7 +114,7 @@ class Baseline(nn.Module):
         by_film = method.adaptation == "film"
         self.set_encoder = SetEncoder() if by_film else None
         self.film_generator = LayerwiseFilmGenerator() if by_film else None
-        self.head = method.of_model(self.config, self.feature_extractor.out_features)
+        self.head = method.for_model(self.config, self.feature_extractor.out_features)
 
     def train(self, mode: bool = True) -> Baseline:
         """Set training mode everywhere but in the network, whose BatchNorms keep their statistics."""

@@ -39,7 +39,7 @@ class GaussianProtoNet(Method[Gaussians]):
         self.raw = nn.Linear(in_features, in_features)
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> GaussianProtoNet:
+    def for_model(cls, settings: Mapping[str, Any], in_features: int) -> GaussianProtoNet:
         """Make the method, with weights yet to be learned or loaded, for features of this width."""
         return cls(in_features)
 

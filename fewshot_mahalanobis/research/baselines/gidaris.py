@@ -49,7 +49,7 @@ class Gidaris(Method[Tensor]):
         self.scale, self.attention_scale = (nn.Parameter(torch.tensor(10.0)) for _ in range(2))
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> Gidaris:
+    def for_model(cls, settings: Mapping[str, Any], in_features: int) -> Gidaris:
         """Make the method with zero weights for the ``base_classes`` training classes of the settings."""
         return cls(in_features, settings.get("base_classes", 0))
 

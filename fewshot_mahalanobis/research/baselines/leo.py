@@ -40,7 +40,7 @@ class LEO(Method[Tensor]):
         self.weight_rate = nn.Parameter(torch.full((in_features,), 0.001))
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> LEO:
+    def for_model(cls, settings: Mapping[str, Any], in_features: int) -> LEO:
         """Make the method, with weights yet to be learned or loaded, for features of this width."""
         return cls(in_features)
 

@@ -45,5 +45,6 @@ class MatchingNet(Method[Support]):
         check_features(query_features, "query features", width=state.features.shape[1])
         with full_precision(query_features):
             similarity = query_features.to(state.features.dtype) @ state.features.T
-            of_class = [similarity[:, state.labels == k].logsumexp(dim=1) for k in range(int(state.labels.max()) + 1)]
-            return torch.stack(of_class, dim=1).log_softmax(dim=1)
+            classes = range(int(state.labels.max()) + 1)
+            class_logits = [similarity[:, state.labels == k].logsumexp(dim=1) for k in classes]
+            return torch.stack(class_logits, dim=1).log_softmax(dim=1)

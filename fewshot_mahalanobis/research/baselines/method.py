@@ -17,7 +17,7 @@ class Method(Head[State]):
     """A head that the paper compares with, and that ``meta-train --method`` may train.
 
     ``METHODS[name]()`` is the method without learned weights, for a network that was not trained for it;
-    ``METHODS[name].of_model(settings, in_features)`` has weights yet to be learned or loaded.
+    ``METHODS[name].for_model(settings, in_features)`` has weights yet to be learned or loaded.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Method(Head[State]):
     adaptation: ClassVar[str] = "none"
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> Method[Any]:
+    def for_model(cls, settings: Mapping[str, Any], in_features: int) -> Method[Any]:
         """Make the method for features of this width, with the settings of a ``Baseline``."""
         return cls()
 

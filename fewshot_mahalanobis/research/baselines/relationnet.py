@@ -32,7 +32,7 @@ class RelationNet(PrototypeHead, Method[Tensor]):
         )
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> RelationNet:
+    def for_model(cls, settings: Mapping[str, Any], in_features: int) -> RelationNet:
         """Make the method, with weights yet to be learned or loaded, for features of this width."""
         return cls(in_features)
 

@@ -52,7 +52,7 @@ class TPN(Method[tuple[Tensor, Tensor]]):
             self.log_scale = nn.Sequential(nn.Linear(in_features, 64), nn.ReLU(), last)
 
     @classmethod
-    def of_model(cls, settings: Mapping[str, Any], in_features: int) -> TPN:
+    def for_model(cls, settings: Mapping[str, Any], in_features: int) -> TPN:
         """Make the method, with weights yet to be learned or loaded, for features of this width."""
         return cls(in_features)
 

@@ -8,7 +8,6 @@ cropped and inverted as in Meta-Dataset.
 
 from __future__ import annotations
 
-import signal
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from fewshot_mahalanobis.checkpoints.interrupts import held_signals
 from fewshot_mahalanobis.research.data import layouts
 from fewshot_mahalanobis.research.data.hierarchy import Hierarchy
 from fewshot_mahalanobis.research.data.layouts import IS_A, IS_A_URL, Listing, imagenet_hierarchy
@@ -171,9 +169,8 @@ def download(name: str, root: str | Path) -> None:
         for place in (root / path.name for path in made):
             if place.exists():
                 raise FileExistsError(f"{place} is there and is not the whole of {title}: move it away first")
-        with held_signals(signal.SIGINT):
-            for path in made:
-                path.rename(root / path.name)
+        for path in made:
+            path.rename(root / path.name)
 
 
 # The data sets --------------------------------------------------------------------------------------------

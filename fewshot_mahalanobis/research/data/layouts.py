@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fewshot_mahalanobis.extras import install_command
-from fewshot_mahalanobis.images.folders import class_folders_in, is_image_name, labelled_rows
+from fewshot_mahalanobis.images.folders import class_folders_in, is_image_name
+from fewshot_mahalanobis.images.tables import labelled_rows
 from fewshot_mahalanobis.research.data.hierarchy import Hierarchy, sampling_graph
 from fewshot_mahalanobis.research.data.readers import Bitmaps, ImageFiles, ImageRows, Reader, ZipMembers
 from fewshot_mahalanobis.research.data.sources import class_folders

@@ -134,7 +134,7 @@ class ImageFiles:
 
     def __call__(self, index: int) -> Image.Image:
         """Image ``index``, opened; decoded if it is cropped or inverted."""
-        image = open_image(io.BytesIO((self.root / os.fsdecode(self.names[index])).read_bytes()), MAX_PIXELS)
+        image = open_image(io.BytesIO((self.root / os.fsdecode(self.names[index])).read_bytes()), MAX_PIXELS, [])
         check_header(image)
         if self.boxes is not None:
             image = image.crop(tuple(self.boxes[index].tolist()))
@@ -160,7 +160,7 @@ class ZipMembers:
         """Image ``index``, opened."""
         if self._opened is None or self._opened[0] != os.getpid():  # forked processes share the file position
             self._opened = os.getpid(), zipfile.ZipFile(self.path)
-        return open_image(io.BytesIO(_member(self._opened[1], self.names[index].decode())), MAX_PIXELS)
+        return open_image(io.BytesIO(_member(self._opened[1], self.names[index].decode())), MAX_PIXELS, [])
 
     def describe(self, index: int) -> str:
         """Location of image ``index``, for messages."""

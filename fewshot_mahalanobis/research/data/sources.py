@@ -114,13 +114,13 @@ def load_source(
     names = tuple(sorted(by_class, key=natural_key))
     members = [member for name in names for member in sorted(by_class[name], key=natural_key)]
     reader: Reader = ZipMembers(path, members) if path.is_file() else ImageFiles.of(path, members)
-    of_alphabets = path.stem == "omniglot" and all("." in name for name in names)
+    has_alphabets = path.stem == "omniglot" and all("." in name for name in names)
     source = ImageSource(
         path.stem + (f"/{split}" if split else ""),
         LazyImages(reader, size, workers),
         np.repeat(np.arange(len(names)), [len(by_class[name]) for name in names]),
         names,
-        Hierarchy.alphabets(names) if of_alphabets else None,
+        Hierarchy.alphabets(names) if has_alphabets else None,
     )
     return source if lazy else source.in_memory()
 

@@ -202,7 +202,7 @@ def evaluate_episodes(
             accuracies[variant].append(float(right.mean()))
             class_accuracies[variant].append(np.bincount(episode.query_labels, right, episode.way) / queries)
     return {
-        variant: Accuracy.of_classes(
+        variant: Accuracy.from_classes(
             np.array(accuracies[variant]),
             np.array(ways),
             np.concatenate(class_accuracies[variant]),

@@ -62,7 +62,7 @@ def averaged_groups(
     groups: list[tuple[str, list[Result]]] = []
     for protocol, way, shot in _settings(results):
         everything = [r for r in results if (r.protocol, r.way, r.shot) == (protocol, way, shot)]
-        if inside is not None:
+        if inside is not None and len(everything) > 1:  # else all averages are the same
             known = [r for r in everything if {r.source, data_set_of(r.source)[0]} & inside]
             groups.append(("in-domain average", known))
             groups.append(("out-of-domain average", [r for r in everything if r not in known]))

@@ -59,13 +59,13 @@ def joined(results: Mapping[str, Sequence[Result]], columns: Mapping[str, Mappin
         Their ``model`` is empty.
     """
     rows = []
-    for of_source in zip(*results.values(), strict=True):
+    for same_source in zip(*results.values(), strict=True):
         scores = {
             columns[name][title]: score
-            for name, result in zip(results, of_source, strict=True)
+            for name, result in zip(results, same_source, strict=True)
             for title, score in result.scores.items()
         }
-        rows.append(replace(of_source[0], model="", scores=scores))
+        rows.append(replace(same_source[0], model="", scores=scores))
     return rows
 
 

@@ -26,9 +26,9 @@ from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisode
 from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures, Variant, evaluate_episodes, head_of
 from fewshot_mahalanobis.research.evaluation.averages import averages, check_in_domain
 from fewshot_mahalanobis.research.evaluation.compare import differences, headings, joined
-from fewshot_mahalanobis.research.evaluation.curves import plot_curves
 from fewshot_mahalanobis.research.evaluation.paper_figures import IN_DOMAIN, published_method
 from fewshot_mahalanobis.research.evaluation.result import Protocol, Result, read_results, write_results
+from fewshot_mahalanobis.research.evaluation.shots_and_ways import plot_curves
 from fewshot_mahalanobis.research.evaluation.tables import to_json, to_latex, to_markdown
 
 #: Forms of the table of results.
@@ -359,7 +359,8 @@ def evaluate_checkpoints(
     if plots is not None:
         plot_curves(results, plots)
     by_method = bool(compared.methods)
-    return FORMS[form](results, averages(results, in_domain), gains, columns.published, by_method=by_method)
+    means = averages(results, in_domain) if len(sources) > 1 else []  # of one source they are its own figures
+    return FORMS[form](results, means, gains, columns.published, by_method=by_method)
 
 
 def _prepare_plots(folder: Path, settings: Settings) -> None:

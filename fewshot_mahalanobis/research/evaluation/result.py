@@ -56,7 +56,7 @@ class Accuracy(NamedTuple):
         return cls(float(accuracies.mean()), float(1.96 * accuracies.std(ddof=1) / math.sqrt(n)) if n > 1 else 0.0, n)
 
     @classmethod
-    def of_classes(
+    def from_classes(
         cls,
         accuracies: NDArray[np.float64],
         ways: NDArray[np.int64],

@@ -15,11 +15,11 @@ from fewshot_mahalanobis.checkpoints import save_checkpoint
 from fewshot_mahalanobis.heads import MahalanobisHead
 from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.efficientnet import EfficientNet, EfficientNetLayers
-from fewshot_mahalanobis.networks.pooling import Pooling, Statistic
+from fewshot_mahalanobis.networks.pooling import Pooling
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines.baseline import Baseline
 from fewshot_mahalanobis.research.data.sources import ImageSource
-from fewshot_mahalanobis.research.training.lite import lite_logits
+from fewshot_mahalanobis.research.training.bounded_memory import lite_logits
 
 Model = TypeVar("Model", SimpleCNAPS, Baseline)
 
@@ -67,41 +67,37 @@ class Learner(nn.Module, Generic[Model]):
         raise NotImplementedError
 
 
-#: Numbers of a statistic that are learned, unless they are these, which change nothing.
-_NEUTRAL = {"weight": 1.0, "exponent": 1.0, "sigma": msgspec.UNSET}
-
-
 class LearnedPooling(Pooling):
-    """The same pooling with learned weights, exponents and sigmas, each by its logarithm.
+    """The same pooling with learned weights and sigmas, each by its logarithm.
 
-    Weights and exponents of 1 stay: the first part keeps the scale of the features, and a plain mean remains one.
+    Weights of 1 stay: the first part keeps the scale of the features.
     """
 
     def __init__(self, pooling: Pooling) -> None:
         super().__init__(pooling.statistics, pooling.length)
-        self.logs = nn.ModuleList(nn.ParameterDict() for _ in pooling.statistics)
-        for statistic, logs in zip(pooling.statistics, self.logs, strict=True):
-            for name, neutral in _NEUTRAL.items():
-                if (value := getattr(statistic, name)) != neutral:
-                    cast(nn.ParameterDict, logs)[name] = nn.Parameter(torch.tensor(value).log())
+        self.weights, self.sigmas = nn.ParameterDict(), nn.ParameterDict()
+        for index, statistic in enumerate(pooling.statistics):
+            if statistic.weight != 1:
+                self.weights[str(index)] = nn.Parameter(torch.tensor(statistic.weight).log())
+            if not isinstance(statistic.sigma, msgspec.UnsetType):
+                self.sigmas[str(index)] = nn.Parameter(torch.tensor(statistic.sigma).log())
+
+    def numbers(self) -> tuple[list[Any], list[Any]]:
+        """Weight and sigma of each statistic; gradients flow to those that are learned."""
+        weights, sigmas = map(list, super().numbers())
+        for numbers, logs in ((weights, self.weights), (sigmas, self.sigmas)):
+            for index, log in logs.items():
+                numbers[int(index)] = log.exp()
+        return weights, sigmas
 
     @torch.no_grad()
     def store(self) -> None:
         """Put what was learned into :attr:`statistics`."""
+        weights, sigmas = ([x.item() if isinstance(x, Tensor) else x for x in numbers] for numbers in self.numbers())
         self.statistics = tuple(
-            msgspec.structs.replace(statistic, **{name: float(getattr(statistic, name)) for name in of_statistic})
-            for statistic, of_statistic in zip(self.current_statistics(), self._logs(), strict=True)
+            msgspec.structs.replace(statistic, weight=weight, sigma=sigma)
+            for statistic, weight, sigma in zip(self.statistics, weights, sigmas, strict=True)
         )
-
-    def current_statistics(self) -> list[Statistic]:
-        """Statistics whose learned values are tensors, to which gradients flow."""
-        return [
-            msgspec.structs.replace(statistic, **{name: log.exp() for name, log in of_statistic.items()})
-            for statistic, of_statistic in zip(self.statistics, self._logs(), strict=True)
-        ]
-
-    def _logs(self) -> list[nn.ParameterDict]:
-        return cast("list[nn.ParameterDict]", [*self.logs])
 
 
 class CNAPSLearner(Learner[SimpleCNAPS]):
@@ -111,11 +107,12 @@ class CNAPSLearner(Learner[SimpleCNAPS]):
     ----------
     model : SimpleCNAPS
     lite : int, optional
-        Back-propagate through this many support images of a task (:mod:`~fewshot_mahalanobis.research.training.lite`).
+        Back-propagate through this many support images of a task
+        (:mod:`~fewshot_mahalanobis.research.training.bounded_memory`).
     learn_scale : bool
         Train the scale s of the Mahalanobis head.
     learn_pooling : bool
-        Train weights, exponents and sigmas of the pooling of an EfficientNet.
+        Train weights and sigmas of the pooling of an EfficientNet.
 
     Raises
     ------

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice
@@ -36,6 +37,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork
 from fewshot_mahalanobis.research.baselines.baseline import Baseline, EpisodicModel, checked_baseline_settings
 from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.research.training.best_checkpoint import better_on_most, validate, validation_due
 from fewshot_mahalanobis.research.training.learner import BaselineLearner, CNAPSLearner
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.research.training.run import (
@@ -49,7 +51,6 @@ from fewshot_mahalanobis.research.training.run import (
     stopped_between_steps,
 )
 from fewshot_mahalanobis.research.training.tasks import Task, TrainingTasks, ValidationTasks
-from fewshot_mahalanobis.research.training.validation import better_on_most, validate, validation_due
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
@@ -195,11 +196,11 @@ def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
     return settings
 
 
-def _parts(model: SimpleCNAPS) -> list[tuple[str, str]]:
-    """Return the maps and the kind of each statistic that the set encoder reads of the frozen network."""
+def _parts(model: SimpleCNAPS) -> list[str]:
+    """Return the maps of each statistic that the set encoder reads of the frozen network."""
     backbone = model.config.get("backbone", {})
-    pooling = backbone.get("frozen_pooling", backbone.get("pooling", [{"maps": "final", "kind": "mean"}]))
-    return [(part["maps"], part["kind"]) for part in pooling]
+    pooling = backbone.get("frozen_pooling", backbone.get("pooling", [{"maps": "final"}]))
+    return [part["maps"] for part in pooling]
 
 
 def meta_train(
@@ -237,7 +238,9 @@ def meta_train(
         The recipe does not fit the sources or the backbone, or the folder holds a run with another recipe.
     """
     accelerator = start_processes(device)
-    share = shared_out(recipe.tasks_per_step, "tasks_per_step", accelerator)
+    recipe = recipe.on_device(accelerator.device.type)
+    per_step = cast(int, recipe.tasks_per_step)
+    share = shared_out(per_step, "tasks_per_step", accelerator)
     learner = starting_learner(recipe).to(accelerator.device)
     model = learner.model
     dtype = choose_dtype(recipe.precision, model.feature_extractor)
@@ -253,21 +256,22 @@ def meta_train(
     network = accelerator.prepare_model(learner)
     accelerator.wait_for_everyone()
 
-    steps, start = recipe.tasks // recipe.tasks_per_step, state.step
-    numbers = (start * recipe.tasks_per_step, steps * recipe.tasks_per_step)
+    steps, start = recipe.tasks // per_step, state.step
+    numbers = (start * per_step, steps * per_step)
     loading = remaining(training, *numbers, accelerator, workers=workers)
     reported = time.monotonic()
     bar = tqdm(range(start, steps), total=steps, initial=start, disable=not progress, desc="meta-train", unit="step")
     separable = isinstance(model.feature_extractor, EfficientNet)
     kernels = without_cudnn(accelerator.device) if separable else nullcontext()
-    with loading as tasks, stopped_between_steps(accelerator) as stop, kernels:
+    with loading as loaded, stopped_between_steps(accelerator) as stop, kernels:
+        tasks = _announced(loaded, share, steps - start) if progress else loaded
         for step in bar:
             state.optimizer.zero_grad(set_to_none=True)
             means = _back_propagate(network, learner, islice(tasks, share), share, recipe, accelerator, dtype)
             state.advance(steps)
             loss, accuracy = accelerator.reduce(means, "mean").tolist()
             record: dict[str, Any] = {"loss": loss, "accuracy": accuracy}
-            record["tasks_per_second"] = round(recipe.tasks_per_step / (time.monotonic() - reported), 3)
+            record["tasks_per_second"] = round(per_step / (time.monotonic() - reported), 3)
             bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}")
             last = step + 1 == steps
             if validation and (last or validation_due(step, recipe)):
@@ -339,6 +343,21 @@ class _State:
             "step": self.step,
             "averaged": None if self.averaged is None else self.averaged.state_dict(),
         }
+
+
+def _announced(tasks: Iterable[Task], share: int, steps: int) -> Iterator[Task]:
+    """Tasks; after the first one it says what a step of ``share`` tasks and all ``steps`` will take."""
+    start = time.monotonic()
+    for number, task in enumerate(tasks):
+        if number == 1:
+            step = share * (time.monotonic() - start)
+            tqdm.write(
+                f"A step of {share} tasks will take about {step:,.0f} s, {steps:,} steps {step * steps / 3600:,.1f} "
+                "hours. The first step is saved, then one every five minutes: the same command goes on from there. "
+                "--set tasks_per_step=1 takes shorter steps, --set tasks=1000 fewer",
+                file=sys.stderr,
+            )
+        yield task
 
 
 def _back_propagate(

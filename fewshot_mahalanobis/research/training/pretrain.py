@@ -333,11 +333,11 @@ class Objective:
         classes = self.sizes[0]
         loss = class_loss(outputs[..., :classes], labels, self.recipe)
         # The classifier is linear: the mean of its outputs is its output for the mean, the features.
-        of_turns, of_teacher = outputs[..., classes:].mean(1).split(self.sizes[1:], dim=1)
+        turn_logits, teacher_features = outputs[..., classes:].mean(1).split(self.sizes[1:], dim=1)
         if self.recipe.rotation:
-            loss = loss + F.cross_entropy(of_turns, turns)
+            loss = loss + F.cross_entropy(turn_logits, turns)
         if self.teacher is not None:
-            loss = loss + TEACHER_WEIGHT * F.mse_loss(of_teacher, self.teacher(images))
+            loss = loss + TEACHER_WEIGHT * F.mse_loss(teacher_features, self.teacher(images))
         return loss
 
 

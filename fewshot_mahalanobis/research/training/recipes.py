@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -144,14 +144,14 @@ class MetaTrainRecipe(_Checked):
         Factor on the features, see :func:`~fewshot_mahalanobis.research.training.meta_train.scale_features_`.
     tasks : int
         Number of training tasks.
-    tasks_per_step : int
-        Tasks per gradient step, divided between the processes of a run.
+    tasks_per_step : int, optional
+        Tasks per gradient step, divided between the processes of a run. Default: 16 as in the paper, 4 on a CPU.
     learning_rate : float
         Adam learning rate.
     learn_scale : bool
         Train the scale s of the Mahalanobis head too.
     learn_pooling : bool
-        Train weights, exponents and sigmas of an EfficientNet's pooling too, those that change anything
+        Train the sigmas and the weights other than 1 of an EfficientNet's pooling too
         (:class:`~fewshot_mahalanobis.research.training.learner.LearnedPooling`).
     average : float
         Share of the steps, at the end, over which the weights are averaged.
@@ -183,7 +183,7 @@ class MetaTrainRecipe(_Checked):
         should not do harm where the network already gives the right answer.
     lite : int, optional
         LITE: back-propagate through this many random support images per task, to bound memory
-        (:mod:`~fewshot_mahalanobis.research.training.lite`).
+        (:mod:`~fewshot_mahalanobis.research.training.bounded_memory`).
     precision : {"auto", "float32", "bfloat16"}
         Precision of the convolutions, in training and validation. "auto" is bfloat16 where the processor or GPU
         computes in it natively, else float32; the run's ``recipe.json`` records which.
@@ -208,7 +208,7 @@ class MetaTrainRecipe(_Checked):
     method: str | None = None
     feature_scale: Positive = 1.0
     tasks: Count = 110_000
-    tasks_per_step: Count = 16
+    tasks_per_step: Count | None = None
     learning_rate: Positive = 5e-4
     learn_scale: bool = False
     learn_pooling: bool = False
@@ -238,8 +238,12 @@ class MetaTrainRecipe(_Checked):
             raise ValueError("sizes and phases exclude each other: both set the side of the images")
         if self.floor and self.method is not None:
             raise ValueError("floor is for Simple CNAPS: a method has no network without adaptation to compare with")
-        if self.tasks < self.tasks_per_step:
+        if self.tasks_per_step is not None and self.tasks < self.tasks_per_step:
             raise ValueError(f"tasks = {self.tasks} is less than one step of tasks_per_step = {self.tasks_per_step}")
+
+    def on_device(self, kind: str) -> MetaTrainRecipe:
+        """The recipe with its tasks per step: unless they are set, 16 as in the paper, and 4 on a "cpu"."""
+        return self if self.tasks_per_step is not None else replace(self, tasks_per_step=4 if kind == "cpu" else 16)
 
 
 Recipe = TypeVar("Recipe", PretrainRecipe, MetaTrainRecipe)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from functools import partial
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from pickle import UnpicklingError
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
 from fewshot_mahalanobis.checkpoints.folder import read_tensors
-from fewshot_mahalanobis.checkpoints.interrupts import held_signals
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.devices import choose_device
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
@@ -97,18 +98,35 @@ def open_training_source(source: str, *, root: str | None, size: int, lazy: bool
 
 @contextmanager
 def stopped_between_steps(accelerator: Accelerator) -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C and SIGTERM wait for the end of a step. They count when the block ends; a second one at once.
+    """Let Ctrl-C and SIGTERM wait for the end of a step, also if they are repeated. They count when the block ends.
 
     Yields what says whether to stop. Every process asks it after each step: all stop if one has got a signal.
     """
-    with held_signals(signal.SIGINT, signal.SIGTERM) as came:
+    came = list[int]()
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # which gets all signals
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {n: handler for n in numbers if (handler := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
 
-        def stop() -> bool:
-            if accelerator.num_processes == 1:
-                return bool(came)
-            return bool(accelerator.reduce(torch.tensor(float(bool(came)), device=accelerator.device), "sum"))
+    def wait(number: int, frame: FrameType | None) -> None:
+        if not came and accelerator.is_main_process:
+            os.write(2, b"\nstopping after this step, which is saved\n")  # print may be at work below
+        came.append(number)
 
+    def stop() -> bool:
+        if accelerator.num_processes == 1:
+            return bool(came)
+        return bool(accelerator.reduce(torch.tensor(float(bool(came)), device=accelerator.device), "sum"))
+
+    for number in before:
+        signal.signal(number, wait)
+    try:
         yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextmanager

@@ -30,6 +30,8 @@ from fewshot_mahalanobis.research.training.meta_train import meta_train
 from fewshot_mahalanobis.research.training.tasks import TrainingTasks
 from tests.research.training.small import draw_colours, meta_recipe
 
+pytestmark = [pytest.mark.usefixtures("narrow_resnet18"), pytest.mark.training]
+
 
 def make(name: str, **settings: Any) -> Baseline:
     with torch.random.fork_rng():
@@ -87,9 +89,9 @@ def test_first_order_maml_against_a_plain_loop(name: str, task: tuple[Tensor, Te
 def test_gidaris_attends_to_other_classes_than_those_of_the_task() -> None:
     head = make("gidaris").head
     generator = torch.Generator().manual_seed(0)
-    base = F.normalize(torch.randn(6, 512, generator=generator), dim=1)
-    features, labels = torch.randn(3, 512, generator=generator), torch.tensor([0, 1, 1])
-    query = torch.randn(1, 512, generator=generator)
+    base = F.normalize(torch.randn(6, 64, generator=generator), dim=1)
+    features, labels = torch.randn(3, 64, generator=generator), torch.tensor([0, 1, 1])
+    query = torch.randn(1, 64, generator=generator)
     head.imprint(base)
     head.hidden = torch.tensor([1, 4])
     weights = []

@@ -25,7 +25,7 @@ def task() -> tuple[Tensor, Tensor, Tensor]:
 def make(name: str, in_features: int | None = 16) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return METHODS[name]() if in_features is None else METHODS[name].of_model({}, in_features)
+        return METHODS[name]() if in_features is None else METHODS[name].for_model({}, in_features)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -17,6 +17,8 @@ from fewshot_mahalanobis import SimpleCNAPS
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.checkpoints import save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,11 +16,13 @@ from fewshot_mahalanobis.research.evaluation import Accuracy, Variant, evaluate_
 from fewshot_mahalanobis.research.evaluation import report as report_module
 from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures
 from fewshot_mahalanobis.research.evaluation.averages import averages
-from fewshot_mahalanobis.research.evaluation.curves import plot_curves, pooled_curve
 from fewshot_mahalanobis.research.evaluation.report import Settings, evaluate, variants_of
 from fewshot_mahalanobis.research.evaluation.result import Result, read_results, write_results
+from fewshot_mahalanobis.research.evaluation.shots_and_ways import plot_curves, pooled_curve
 from fewshot_mahalanobis.research.evaluation.tables import to_markdown
 from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.usefixtures("narrow_resnet18")
 
 FOUR = ["adapted", "not adapted", "adapted, Euclidean", "not adapted, Euclidean"]
 
@@ -153,7 +155,7 @@ def test_a_file_that_holds_no_results_is_refused_by_name_and_stays(model, tmp_pa
 
 def test_results_are_the_same_after_writing_and_reading(tmp_path):
     rng = np.random.default_rng(0)
-    scores = Accuracy.of_classes(
+    scores = Accuracy.from_classes(
         rng.uniform(size=9), rng.integers(2, 5, 9), rng.uniform(size=30), rng.integers(1, 9, 30)
     )
     results = [
@@ -190,7 +192,7 @@ def test_variants_are_what_their_names_say(model):
         Variant(False, "manhattan"),
     ]
     projecting = copy.deepcopy(model)
-    projecting.projection = torch.nn.Linear(512, 512)
+    projecting.projection = torch.nn.Linear(64, 64)
     torch.nn.init.normal_(projecting.projection.weight, generator=torch.Generator().manual_seed(1))
     torch.nn.init.zeros_(projecting.projection.bias)
     found = evaluate_source(projecting, source, variants, way=4, shot=3, queries=3, episodes=3, precision="float32")
@@ -279,7 +281,7 @@ def test_curves_pool_sources_as_if_their_classes_were_one_list(tmp_path):
     values = [rng.uniform(0, 1, 200) for _ in range(2)]
     results = [
         Result(source=name, protocol="variable", way=None, shot=None, queries=10, episodes=200, seed=0,
-               precision="float32", model="", scores={"adapted": Accuracy.of_classes(v, n, v, n)})
+               precision="float32", model="", scores={"adapted": Accuracy.from_classes(v, n, v, n)})
         for name, n, v in zip("ab", numbers, values, strict=True)
     ]  # fmt: skip
     all_numbers, all_values = np.concatenate(numbers), np.concatenate(values)

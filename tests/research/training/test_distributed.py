@@ -17,6 +17,8 @@ from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.research.training.meta_train import meta_train
 from tests.research.training.small import draw_colours, meta_recipe
 
+pytestmark = [pytest.mark.training, pytest.mark.process, pytest.mark.slow]
+
 
 def free_port() -> int:
     with socket.socket() as listener:

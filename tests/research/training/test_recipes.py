@@ -91,7 +91,7 @@ def test_without_a_file_all_is_on_the_command_line(tmp_path, asked):
         ("lite = 'a'", "lite = 'a': Expected `int | null`, got `str`"),
         ("tasks = ", "recipe.toml is not TOML"),
         ("schedule = 'linear'", "schedule must be 'constant' or 'cosine', not 'linear'"),
-        ("tasks = 2", "tasks = 2 is less than one step of tasks_per_step = 16"),
+        ("tasks = 2\ntasks_per_step = 16", "tasks = 2 is less than one step of tasks_per_step = 16"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_name_of_the_setting(text, message, tmp_path, asked):

@@ -15,6 +15,8 @@ from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.research.data.datasets import DATA_SETS
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe, read_recipe
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "training.md"
 
@@ -45,7 +47,7 @@ def test_the_launches_have_options_that_accelerate_and_the_command_know():
         name, *arguments = options.training_script_args
         context = commands[name].make_context(name, list(arguments), parent=click.Context(click.Group()))
         assert (ROOT / context.params["config"]).is_file()
-        assert MetaTrainRecipe.tasks_per_step % options.num_processes == 0
+        assert MetaTrainRecipe(("a",), "b").on_device("cuda").tasks_per_step % options.num_processes == 0
 
 
 def rows_below(text: str, title: str) -> list[list[str]]:
