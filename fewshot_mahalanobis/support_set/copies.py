@@ -58,16 +58,18 @@ def equal_rows(features: Tensor) -> NDArray[np.int64]:
     must be eight columns in which most different rows differ.
     """
     x = features.detach().cpu().double()
-    scale = x.abs().amax(dim=0)
-    x = x / torch.where(scale > 0, scale, 1.0)
-    # Equal rows are neighbours, and different ones rarely meet, as rows of counts with one sum would.
-    order = (x @ torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device).sin()).argsort(stable=True)
-    equal = (x[order[1:]] - x[order[:-1]]).abs().amax(dim=1) <= _ROUNDING
-    found = torch.stack([order[:-1], order[1:]], dim=1)[equal]
+    scale = torch.linalg.vector_norm(x, torch.inf, dim=0)
+    scale = torch.where(scale > 0, scale, 1.0)
+    # Equal rows are neighbours in this order, and different ones rarely meet, as rows of counts with one sum would.
+    order = (x @ (torch.arange(1, x.shape[1] + 1, dtype=x.dtype).sin() / scale)).argsort(stable=True)
+    found = torch.stack([order[:-1], order[1:]], dim=1)
+    for some in (slice(_COLUMNS), slice(None)):  # few pairs are equal in the first columns
+        first, second = (x[found[:, side], some] for side in (0, 1))
+        found = found[((second - first).abs() / scale[some]).amax(dim=1) <= _ROUNDING]
     if len(found) == 0:
         return found.numpy()
     different = x.new_ones(len(x), dtype=torch.bool).index_fill(0, found[:, 1], False)
-    telling, rows = 0, x[different]
+    telling, rows = 0, x[different] / scale
     for columns in rows.split(_COLUMNS, dim=1):  # the first are enough, but for counts and categories
         values = (columns.sort(dim=0).values.diff(dim=0) > _ROUNDING).sum(dim=0) + 1
         telling += int((values > len(rows) / 2).sum())
