@@ -82,7 +82,13 @@ def tiny_classifier(**arguments: Any) -> SimpleCNAPSClassifier:
     return SimpleCNAPSClassifier(tiny_model(), device="cpu", **arguments).fit(pictures(8, 1), LABELS)
 
 
-COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
+COLOURS = {
+    "blue": (40, 60, 220),
+    "green": (50, 190, 60),
+    "red": (210, 50, 50),
+    "yellow": (225, 215, 40),
+    "purple": (200, 40, 200),
+}
 SUPPORT_LABELS = ["red", "green", "blue", "green", "red", "red", "blue", "green"]
 QUERY_LABELS = ["blue", "red", "green", "red", "blue", "green", "green"]
 

@@ -343,7 +343,7 @@ class _Interface:
 
 
 def _described(answer: Answer) -> dict[str, Any]:
-    return {"label": answer.label, "unknown": answer.unknown, "probabilities": answer.probabilities}
+    return answer._asdict()
 
 
 def _list_of(asked: Mapping[str, Any], name: str) -> list[Any]:

@@ -31,10 +31,12 @@ from fewshot_mahalanobis.images.pages import Reading, reading_of
 from fewshot_mahalanobis.images.picture import read_size, read_within
 from fewshot_mahalanobis.images.region import Region
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.support_set.copies import equal_rows
 from fewshot_mahalanobis.support_set.estimator import Predictions
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import check_text, folded
 from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
+from fewshot_mahalanobis.support_set.new_classes import proposed_classes
 
 __all__ = ["UNKNOWN", "Answer", "Neighbour", "Picture", "Session"]
 
@@ -81,6 +83,9 @@ class Answer(NamedTuple):
     label: str  # the most probable class, or the label of pictures of no class
     unknown: bool  # whether it is of no class
     probabilities: dict[str, float]  # most probable first
+    doubt: float  # from 0 to 1, at the nearest boundary, of classes or of rejection
+    outlier_score: float | None  # None by a classifier that rejects none
+    outlier_threshold: float | None  # above it a picture is of no class
 
 
 class _Base(NamedTuple):
@@ -197,6 +202,7 @@ class Session:
         self._answered: dict[int, int] = {}  # number of a picture -> row of the predictions
         self._predictions: Predictions | None = None
         self._by_labels: NDArray[np.floating] | None = None  # their probabilities, by the labelled pictures alone
+        self._heaps: dict[int, int] | None = None  # what :meth:`heaps` has found
         self._changes: list[dict[int, str | None]] = []  # what each answer has replaced
         self._passed: list[int] = []
         self._densities: tuple[Any, dict[int, float]] = None, {}  # of pictures by their numbers, and what they hold for
@@ -237,6 +243,33 @@ class Session:
                 return None
             return _answers(self.classifier, self._predictions, self.none, [row])[0]
 
+    def heaps(self) -> dict[int, int]:
+        """Pictures without a label that are of no class and look like one another, as ``propose_classes`` finds them.
+
+        Returns
+        -------
+        dict of int to int
+            Number of a picture -> number of its heap. 0 is the largest heap, of equally large ones the tightest.
+        """
+        with self._lock:
+            if self._heaps is None:
+                self._heaps = self._proposed()
+            return self._heaps
+
+    def _proposed(self) -> dict[int, int]:
+        if self.classifier is None or self._predictions is None:
+            return {}
+        unknown = self._predictions.unknown
+        numbers = [n for n, row in self._answered.items() if unknown[row] and n not in self.labels]
+        if not numbers:
+            return {}
+        features = self._features(self.classifier, numbers).adapted
+        every = np.ones(len(numbers), dtype=bool)
+        found = proposed_classes(self.classifier.fitted_head_, features, every, equal_rows(features))
+        largest_first = (-np.bincount(found[found >= 0])).argsort(kind="stable")
+        place = {int(heap): place for place, heap in enumerate(largest_first)}
+        return {number: place[heap] for number, heap in zip(numbers, found.tolist(), strict=True) if heap >= 0}
+
     def state(self) -> dict[str, Any]:
         """Everything that a page shows, for JSON."""
         with self._lock:
@@ -253,6 +286,7 @@ class Session:
                 "classes": [{"name": name, "known": known.get(name, 0)} for name in names],
                 "pictures": self._listed(names),
                 "learned": self.classifier is not None,
+                "outlier_threshold": None if self.classifier is None else self.classifier.threshold_,
                 "sentences": self._sentences(names),
                 "undo": self.can_undo,
                 "next": self.next_picture(),
@@ -260,19 +294,23 @@ class Session:
             }
 
     def _listed(self, names: list[str]) -> list[list[Any]]:
-        """Number, name, label, the most probable classes and whether it is of none, of each picture."""
+        """Of each picture: number, name, label, most probable classes, whether of none, heap, doubt, outlier score."""
         best: list[list[list[float]] | None] = []
+        grades: list[list[float | None]] = []
         if self._predictions is not None and self.classifier is not None:
             places = [names.index(str(label)) for label in self.classifier.classes_.tolist()]
             best = [
                 [[places[k], round(float(row[k]), 4)] for k in (-row).argsort(kind="stable")[:9]]
                 for row in self._predictions.probabilities
             ]
-        listed = []
+            grades = _grades(self.classifier, self._predictions)
+        listed, heaps = [], self.heaps()
         for number, picture in self.pictures.items():
             row = self._answered.get(number)
             unknown = row is not None and self._predictions is not None and bool(self._predictions.unknown[row])
-            listed.append([number, picture.name, self.labels.get(number), None if row is None else best[row], unknown])
+            shares = None if row is None else best[row]
+            grade = [None, None] if row is None else grades[row]
+            listed.append([number, picture.name, self.labels.get(number), shares, unknown, heaps.get(number), *grade])
         return listed
 
     def _sentences(self, names: list[str]) -> list[str]:
@@ -686,7 +724,7 @@ class Session:
     def _answer(self, classifier: SimpleCNAPSClassifier | None, labels: Mapping[int, str]) -> None:
         asked = [n for n, picture in self.pictures.items() if picture.place is not None or n not in labels]
         if classifier is None or not asked:
-            self._answered, self._predictions, self._by_labels = {}, None, None
+            self._answered, self._predictions, self._by_labels, self._heaps = {}, None, None, None
             return
         features = self._features(classifier, asked)
         # All pictures of a folder teach where the classes lie. Which one to ask about is chosen by the probabilities
@@ -696,7 +734,7 @@ class Session:
         predictions = classifier.predict_all(features, transductive=transductive)
         by_labels = classifier.predict_proba(features) if transductive else predictions.probabilities
         self._answered = {n: row for row, n in enumerate(asked)}
-        self._predictions, self._by_labels = predictions, by_labels
+        self._predictions, self._by_labels, self._heaps = predictions, by_labels, None
 
     def _fitted_to(self, labels: Mapping[int, str]) -> tuple[SimpleCNAPSClassifier | None, list[int | None]]:
         """A classifier that has learned these labels, and the pictures of the rows of its support set."""
@@ -846,13 +884,23 @@ def _of_noise(settings: SimpleCNAPSClassifier) -> SimpleCNAPSClassifier:
 def _answers(
     classifier: SimpleCNAPSClassifier, predictions: Predictions, none: str, rows: Iterable[int]
 ) -> list[Answer]:
-    names = [str(label) for label in classifier.classes_.tolist()]
+    names, threshold = [str(label) for label in classifier.classes_.tolist()], classifier.threshold_
     found = []
     for row in rows:
         shares, unknown = predictions.probabilities[row], bool(predictions.unknown[row])
         ordered = {names[k]: float(shares[k]) for k in (-shares).argsort(kind="stable")}
-        found.append(Answer(none if unknown else next(iter(ordered)), unknown, ordered))
+        score = None if threshold is None else float(predictions.outlier_scores[row])
+        label = none if unknown else next(iter(ordered))
+        found.append(Answer(label, unknown, ordered, float(predictions.doubts[row]), score, threshold))
     return found
+
+
+def _grades(classifier: SimpleCNAPSClassifier, predictions: Predictions) -> list[list[float | None]]:
+    """Doubt, and outlier score or None by a classifier that rejects none, of each picture, as a page shows them."""
+    scores: list[float | None] = predictions.outlier_scores.round(4).tolist()
+    if classifier.threshold_ is None:
+        scores = [None] * len(scores)
+    return [[doubt, score] for doubt, score in zip(predictions.doubts.round(4).tolist(), scores, strict=True)]
 
 
 def _numbers(features: Features) -> NDArray[np.floating]:

@@ -230,10 +230,10 @@ async function answerAll() {
 }
 
 /** An answer as the page shows it. */
-function inWords({probabilities, label}, labels) {
+function inWords({probabilities, label, score, threshold, doubt}, labels) {
   const order = [...probabilities.keys()].sort((one, other) => probabilities[other] - probabilities[one]);
   return {best: order.slice(0, KEYS).map(index => [labels[index], probabilities[index]]),
-    unknown: label === probabilities.length};
+    unknown: label === probabilities.length, score, threshold, doubt};
 }
 
 /** The curve of what was learned, which takes a while. */

@@ -1,10 +1,12 @@
-// One question at a time, and the wall of all answers: both are worked by keys, and each answer is learned.
+// One question at a time, the wall of all answers, and on it heaps of pictures of no class that look like one thing: all
+// are worked by keys, and each answer is learned.
 "use strict";
 
 const PER_PAGE = 60;
 
 let question = null;         // id of the picture that is asked about
-let wall = {label: null, first: 0}; // answers that the wall shows, and the place of its first picture
+let wall = {label: null, first: 0}; // answers that the wall shows, or the number of a heap, and the place of its first picture
+let heap = "";               // ids of the heap whose pictures were all selected when it was shown
 let onWall = [];             // pictures on the wall's page
 let selected = new Set();    // their ids
 let anchor = 0, current = 0; // where a selection with Shift starts, and the tile that has the focus
@@ -44,6 +46,7 @@ function showQuestion() {
   setText(element("what"), !picture ? state.pictures.length ? "Every picture has a label." : "Drop some pictures here first."
     : picture.label !== null ? `What is it? You said: ${named(picture.label)}.` : "What is it?");
   setText(element("selected"), "");
+  setText(element("grade"), picture?.answer ? graded(picture.answer) : "");
   if (!picture) return element("large").replaceChildren();
   if (element("large").dataset.id !== String(picture.id) || !element("large").children.length) {
     element("large").replaceChildren(engine.large(picture.id));
@@ -51,6 +54,14 @@ function showQuestion() {
   }
   const best = picture.answer?.best ?? state.classes.slice(0, KEYS).map(one => [one.name, undefined]);
   showChoices(best, true);
+}
+
+/** An answer in one line. */
+function graded(answer) {
+  const [[best, share]] = answer.best;
+  const text = answer.unknown ? `${state.none.answer}; the most probable class is ${best}, ${percent(share)}.`
+    : `${best}, ${percent(share)} probable.`;
+  return `${text} ${inGrades(answer)}`;
 }
 
 function showChoices(best, single) {
@@ -85,10 +96,13 @@ function showWall() {
   }
   const unanswered = state.pictures.filter(one => labelOf(one) === null);
   if (unanswered.length) groups.set(null, unanswered);
-  if (!groups.has(wall.label)) wall = {label: [...groups].find(([, own]) => own.length)?.[0] ?? "", first: 0};
-  const sure = one => one.label !== null ? 2 : one.answer?.best[0][1] ?? 0, own = groups.get(wall.label);
+  const heaps = heapsOf(state.pictures), all = new Map([...groups, ...heaps]);
+  if (isHeap(wall.label) && heaps.size) wall.label = Math.min(wall.label, heaps.size - 1); // others have gone
+  if (!all.has(wall.label)) wall = {label: [...groups].find(([, own]) => own.length)?.[0] ?? "", first: 0};
+  const sure = one => one.label !== null ? 1 : -(one.answer?.doubt ?? 1), own = all.get(wall.label);
   own.sort((one, other) => sure(one) - sure(other) || one.id - other.id);
-  const first = Math.max(0, Math.min(wall.first, own.length - 1)), start = first - first % PER_PAGE;
+  const heapShown = isHeap(wall.label), perPage = heapShown ? Infinity : PER_PAGE; // a heap is named at once
+  const first = Math.max(0, Math.min(wall.first, own.length - 1)), start = first - first % perPage;
   showCount();
   element("tabs").replaceChildren(...[...groups].filter(([, of]) => of.length).map(([name, of]) => {
     const tab = choice("", tabName(name), undefined, () => turnTo(name, 0));
@@ -96,21 +110,44 @@ function showWall() {
     tab.setAttribute("aria-pressed", name === wall.label);
     return tab;
   }));
-  onWall = own.slice(start, start + PER_PAGE);
+  onWall = own.slice(start, start + perPage);
   wall.first = start;
-  setText(element("shown"), tabName(wall.label));
-  setText(element("place"), own.length ? `${(start + 1).toLocaleString("en")} to `
+  setText(element("shown"), heapShown ? `These ${own.length.toLocaleString("en")} look like one thing`
+    : tabName(wall.label));
+  element("heap-hint").hidden = !heapShown;
+  element("wall-hint").hidden = heapShown;
+  setText(element("place"), heapShown ? `${wall.label + 1} of ${heaps.size}`
+    : own.length ? `${(start + 1).toLocaleString("en")} to `
     + `${(start + onWall.length).toLocaleString("en")} of ${own.length.toLocaleString("en")}` : "none");
-  element("before").disabled = start === 0;
-  element("after").disabled = start + PER_PAGE >= own.length;
+  element("before").disabled = heapShown ? wall.label === 0 : start === 0;
+  element("after").disabled = heapShown ? wall.label === heaps.size - 1 : start + perPage >= own.length;
   showTiles();
   showChoices(likely(own).map(name => [name]), false);
-  selected = new Set([...selected].filter(id => onWall.some(one => one.id === id)));
+  const shownHeap = heapShown ? own.map(one => one.id).sort().join() : "";
+  selected = new Set(shownHeap === heap ? [...selected].filter(id => onWall.some(one => one.id === id))
+    : shownHeap ? own.map(one => one.id) : []);
+  heap = shownHeap;
   current = Math.max(0, Math.min(current, onWall.length - 1));
   showSelection();
 }
 
 const tabName = name => name === null ? "not answered yet" : named(name);
+
+const isHeap = label => typeof label === "number";
+
+/** The heaps among pictures, by their numbers; an engine may know of none. */
+function heapsOf(pictures) {
+  const heaps = new Map();
+  for (const one of pictures.filter(({heap}) => isHeap(heap))) heaps.set(one.heap, [...heaps.get(one.heap) ?? [], one]);
+  return new Map([...heaps].sort(([one], [other]) => one - other));
+}
+
+function showWayToHeaps() {
+  const way = element("to-heaps"), shown = view === "wall" && isHeap(wall.label);
+  way.hidden = !state.pictures.some(one => isHeap(one.heap));
+  way.setAttribute("aria-pressed", shown);
+  if (shown) element("to-wall").setAttribute("aria-pressed", false);
+}
 
 /** Classes, the most probable of some pictures first. */
 function likely(own) {
@@ -123,9 +160,12 @@ function likely(own) {
 function showTiles() {
   const there = new Map([...element("tiles").children].map(tile => [tile.dataset.id, tile]));
   const tiles = onWall.map(picture => {
-    const tile = there.get(String(picture.id)) ?? newTile(picture), share = picture.answer?.best[0][1];
-    const text = picture.label !== null ? "✓" : share === undefined ? "" : percent(share);
+    const tile = there.get(String(picture.id)) ?? newTile(picture), [best, share] = picture.answer?.best[0] ?? [];
+    const unknown = picture.label === null && Boolean(picture.answer?.unknown);
+    const text = picture.label !== null ? "✓" : share === undefined ? ""
+      : unknown ? `${best} ${percent(share)}` : percent(share); // otherwise the tab says the class
     setText(tile.querySelector(".sure"), text);
+    tile.classList.toggle("unknown", unknown);
     tile.setAttribute("aria-label", `${picture.name}, ${picture.label !== null ? "labelled" : text}`);
     return tile;
   });
@@ -155,6 +195,7 @@ function newTile({id, name}) {
 
 function turnTo(name, first) {
   wall = {label: name, first};
+  heap = "";
   select(0, new Set());
   whenChanged();
 }
@@ -195,7 +236,9 @@ function showSelection() {
     tile.setAttribute("aria-selected", selected.has(Number(tile.dataset.id)));
     tile.tabIndex = place === current ? 0 : -1;
   });
-  setText(element("selected"), selected.size ? `${selected.size} selected. What are they?` : "None selected.");
+  const [only] = selected.size === 1 ? onWall.filter(one => selected.has(one.id)) : [];
+  setText(element("selected"), !selected.size ? "None selected."
+    : only?.answer ? `1 selected: ${graded(only.answer)}` : `${selected.size} selected. What are they?`);
 }
 
 function focusTile() {
@@ -214,15 +257,29 @@ function moved(key) {
 
 const turn = forward => {
   const button = element(forward ? "after" : "before");
-  if (!button.disabled) turnTo(wall.label, wall.first + (forward ? PER_PAGE : -1));
+  if (button.disabled) return;
+  if (isHeap(wall.label)) turnTo(wall.label + (forward ? 1 : -1), 0);
+  else turnTo(wall.label, wall.first + (forward ? PER_PAGE : -1));
 };
 const toQuestion = id => doing(() => askAbout(id));
+
+function toHeaps() {
+  if (element("to-heaps").hidden) return;
+  turnTo(0, 0);
+  goTo("wall");
+}
+
+function toWall() {
+  if (isHeap(wall.label)) turnTo("", 0);
+  goTo("wall");
+}
 
 /** Whether a key means something here; if so, it is done. */
 function press({key, shiftKey}) {
   if (key === "t") return goTo("teach"), true;
   if (key === "q") return toQuestion(), true;
-  if (key === "w") return goTo("wall"), true;
+  if (key === "w") return toWall(), true;
+  if (key === "h") return toHeaps(), true;
   if (key === "u") return undo(), true;
   if (view === "teach") return false;
   if (key === "/") return element("typed").focus(), true;
@@ -266,7 +323,8 @@ element("other").addEventListener("submit", async event => {
 });
 element("to-teach").onclick = () => goTo("teach");
 element("to-question").onclick = () => toQuestion();
-element("to-wall").onclick = () => goTo("wall");
+element("to-wall").onclick = toWall;
+element("to-heaps").onclick = toHeaps;
 element("undo").onclick = undo;
 element("before").onclick = () => turn(false);
 element("after").onclick = () => turn(true);

@@ -10,6 +10,7 @@ const BETA_PRIOR = {candidates: [-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0], centre: 1
 const ONE_SHOT_CENTRE = 1.5, ONE_SHOT_SPREAD = 0.1, ONE_SHOT_SCALE = 14.0;
 const SHARE_PRIOR = {candidates: [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], centre: 0.0, spread: 0.2}, CLASS_EXAMPLES = 5;
 const MIN_SPREAD = 1e-2, MAX_SPREAD = 1e4, MAX_LEFT_OUT = 250, POWER_CLASSES = 10, PSEUDO_EXAMPLES = 0.25;
+const DOUBT_UNIT = 0.25; // of the distance from the threshold, in standard deviations of left-out scores
 const FEATURE_TERMS = ["adapted_cosine", "centred_cosine", "pretrained_cosine"]; // of the outlier score
 const WEIGHTS = {head: 1.0, adapted_cosine: 1.0, centred_cosine: 1.0, pretrained_cosine: 2.0, negatives: 3.0}; // w_j
 const MIN_ROUNDINGS = 2 ** 10, LARGEST_T = 10;
@@ -792,7 +793,7 @@ const standardisedSum = (scores, units) =>
  *
  *  `unadapted`, `groups` and `negatives` (examples of no class) of a support set may be absent, and `priors` (shares of
  *  the classes with sum one, equal if null). Made by `FittedHead.fit`, or of what a file has: {settings, temperature,
- *  priors, outliers: null or {threshold, units}}. */
+ *  priors, outliers: null or {threshold, units}}; `fit` adds the spread of left-out scores to the outliers. */
 export class FittedHead {
   constructor(support, {settings, temperature, priors = null, outliers}, plda = null, margins = null) {
     const whole = complete(support), {features, unadapted, labels, groups} = whole;
@@ -817,14 +818,27 @@ export class FittedHead {
     return new FittedHead(whole, {settings, priors, ...calibrated}, ...made);
   }
 
-  /** Logits (k), their probabilities, and whether the query belongs to no class, of one query's features (d). */
+  /** Logits (k), their probabilities, whether the query belongs to no class, and the doubt of the answer, of one query's
+   *  features (d). */
   predict(adapted, unadapted = adapted) {
     const ofEqualPriors = this.plda.logits(adapted), score = this.outlierScore(ofEqualPriors, adapted, unadapted);
     const logits = this.priors === null ? ofEqualPriors
       : ofEqualPriors.map((logit, label) => logit + this.temperature * Math.log(this.priors[label]));
     const probabilities = logSoftmax(logits.map(logit => logit / this.temperature)).map(Math.exp);
     const unknown = this.outliers !== null && score > this.outliers.threshold;
-    return {logits, probabilities, score, unknown, label: logits.indexOf(maximum(logits))};
+    const doubt = this.doubt(probabilities, score, unknown);
+    return {logits, probabilities, score, unknown, doubt, label: logits.indexOf(maximum(logits))};
+  }
+
+  /** Doubt of an answer (support_set/fitted_head.py); null of a file's head that rejects, which has no left-out scores. */
+  doubt(probabilities, score, unknown) {
+    const [first, second] = [...probabilities].sort((one, other) => other - one);
+    const ofClasses = second === undefined ? 0 : 1 - (first - second);
+    if (this.outliers === null) return ofClasses;
+    const {threshold, spread} = this.outliers;
+    if (spread === undefined) return null;
+    const ofRejection = 2 / (1 + Math.exp(Math.abs(score - threshold) / (DOUBT_UNIT * spread)));
+    return unknown ? ofRejection : Math.max(ofClasses, ofRejection);
   }
 
   /** Larger is farther from all classes. */
@@ -911,5 +925,7 @@ function calibrate(settings, support, plda, margins, {temperature, falseRejectio
     const least = rejectionThreshold(sums, Math.min(2 * falseRejectionRate, 1), of(groups));
     threshold = separatingThreshold(sums, ofNone, counted, least, threshold);
   }
-  return {temperature: chosen, outliers: {threshold, units}};
+  const mean = sum(sums.map((score, index) => counted[index] * score)) / n;
+  const spread = Math.sqrt(sum(sums.map((score, index) => counted[index] * (score - mean) ** 2)) / n) || 1;
+  return {temperature: chosen, outliers: {threshold, units, spread}};
 }

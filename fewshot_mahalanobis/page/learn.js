@@ -4,12 +4,15 @@
 //
 //   open(changed)          load; `changed` is to be called after every change
 //   state                  classes [{name, known, share}], none {known, learned, answer}, pictures [{id, name, label,
-//                          answer: {best: [[class, probability]], unknown}}], learned, sentences, curve, progress, undo
+//                          answer: {best: [[class, probability]], unknown, doubt, score, threshold}, heap}], learned,
+//                          sentences, curve, progress, undo
 //   learn(files, label), keep(frame, label), label(ids, label), undo(), remove(ids), addClass(name), removeClass(name),
 //   setShares(shares), skip(id), next(), nearest(id), see(frame), drawing(id), large(id), save(), savePage(), forget()
 //
-// A label is the name of a class, "" for none of these, or null if the picture is asked about. An error of a method is a
-// sentence for the user.
+// A label is the name of a class, "" for none of these, or null if the picture is asked about. `score` is the outlier
+// score, above the threshold of which a picture is unknown; both are null if nothing is rejected. `heap` is the number of
+// the new class that is proposed for a picture, 0 for the largest, or null; an engine may know of none. An error of a
+// method is a sentence for the user.
 "use strict";
 
 const SHOWN = 24; // answers, and pictures of a class, that are shown at a time: the wall has all of them
@@ -41,6 +44,7 @@ function show() {
   showNames();
   if (view === "teach") showTeaching();
   else showCorrecting();
+  showWayToHeaps();
 }
 
 /** Do something with the engine, one thing at a time: a key that is pressed meanwhile would mean something else. */
@@ -272,9 +276,10 @@ function showQuery(card, query) {
 }
 
 /** An answer: its most probable classes. */
-function showBest(place, {best, unknown}) {
+function showBest(place, {best, unknown, score, threshold, doubt}) {
   const labels = best.map(([name]) => name), probabilities = best.map(([, probability]) => probability);
-  showAnswer(place, {probabilities, label: unknown ? best.length : 0}, [...labels, state.none.answer]);
+  const answer = {probabilities, label: unknown ? best.length : 0, score, threshold, doubt};
+  showAnswer(place, answer, [...labels, state.none.answer]);
 }
 
 async function showNearest(card, id) {

@@ -35,9 +35,10 @@ const asked = async (...request) => (await call(...request)).json();
 function take(state) {
   said = state;
   const names = said.classes.map(one => one.name);
-  pictures = said.pictures.map(([id, name, label, best, unknown]) => ({
-    id, name, label: label === said.none ? "" : label,
-    answer: best && {best: best.map(([place, share]) => [names[place], share]), unknown},
+  const threshold = said.outlier_threshold;
+  pictures = said.pictures.map(([id, name, label, best, unknown, heap, doubt, score]) => ({
+    id, name, heap, label: label === said.none ? "" : label,
+    answer: best && {best: best.map(([place, share]) => [names[place], share]), unknown, doubt, score, threshold},
   }));
   given = given.filter(name => !names.includes(name));
   shown();
@@ -139,8 +140,9 @@ const engine = {
     if (!said.learned) return null;
     const form = new FormData();
     form.append("pictures", await drawn(picture, FRAME), "frame.jpg");
-    const {answers: [{probabilities, unknown}]} = await asked("POST", "classify", form);
-    return {best: Object.entries(probabilities).slice(0, KEYS), unknown};
+    const {answers: [answer]} = await asked("POST", "classify", form);
+    const {probabilities, unknown, doubt, outlier_score: score, outlier_threshold: threshold} = answer;
+    return {best: Object.entries(probabilities).slice(0, KEYS), unknown, doubt, score, threshold};
   },
 
   async addClass(name) {

@@ -55,15 +55,16 @@ function drawThumbnail(canvas, picture) {
 }
 
 /** Show an answer: its probabilities of `labels`, after which the unknown label comes if there is one. */
-function showAnswer(place, {probabilities, label}, labels) {
+function showAnswer(place, {probabilities, label, ...grade}, labels) {
   const order = [...probabilities.keys()].sort((one, other) => probabilities[other] - probabilities[one]);
   const unknown = label === probabilities.length, best = labels[order[0]];
   setText(place.querySelector(".label"), labels[label]);
   place.classList.toggle("unknown", unknown);
   setText(place.querySelector(".text"), unknown
-    ? `It is unlike the pictures of every class. The nearest class is ${best}.`
+    ? `It is unlike the pictures of every class. The most probable one is ${best}, ${percent(probabilities[order[0]])}.`
     : `${percent(probabilities[label])} probable`);
   place.querySelector(".text").classList.remove("problem");
+  setText(place.querySelector(".grade"), inGrades(grade));
   place.querySelector(".bars").replaceChildren(...order.slice(0, BARS).map(index => {
     const row = document.createElement("li"), bar = document.createElement("div"), filled = document.createElement("div");
     bar.className = "bar";
@@ -72,6 +73,15 @@ function showAnswer(place, {probabilities, label}, labels) {
     row.append(textElement("span", labels[index]), bar, textElement("span", percent(probabilities[index])));
     return row;
   }));
+}
+
+/** How far a picture is from being called unknown, or from not being, and how near its answer is to another. */
+function inGrades({score = null, threshold = null, doubt = null}) {
+  const rounded = number => number.toLocaleString("en", {minimumFractionDigits: 2, maximumFractionDigits: 2});
+  const parts = [];
+  if (threshold !== null) parts.push(`Outlier score ${rounded(score)}, unknown above ${rounded(threshold)}.`);
+  if (doubt !== null) parts.push(`Doubt ${percent(doubt)}.`);
+  return parts.join(" ");
 }
 
 function showProblem(card, text) {

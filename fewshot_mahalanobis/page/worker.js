@@ -66,8 +66,9 @@ const jobs = {
 
   /** A fitted head's answer to a picture's features. */
   async decide({number, adapted, unadapted}) {
-    const {probabilities, unknown, label} = heads.get(number).fitted.predict(adapted, unadapted);
-    return {probabilities: [...probabilities], label: unknown ? probabilities.length : label};
+    const {fitted} = heads.get(number), {probabilities, unknown, label, score, doubt} = fitted.predict(adapted, unadapted);
+    const threshold = fitted.outliers?.threshold ?? null;
+    return {probabilities: [...probabilities], label: unknown ? probabilities.length : label, score, threshold, doubt};
   },
 };
 

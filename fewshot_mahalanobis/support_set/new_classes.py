@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import pdist, squareform
+from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from fewshot_mahalanobis.gaussians.covariance import shared_covariance
@@ -157,7 +157,7 @@ def _height(fitted: FittedHead, settings: PldaSettings) -> float:
     for pair in (pairs[index] for index in some.tolist()):
         out = torch.isin(labels, torch.tensor(pair, device=labels.device))
         rest = labels[~out].unique(return_inverse=True)[1]
-        distances = squareform(pdist(_View(features[~out], rest, settings)(features[out]).numpy(), "cosine"))
+        distances = _distances(_View(features[~out], rest, settings)(features[out]).numpy())
         of, group = labels[out].cpu().numpy(), groups[out.cpu()].numpy()
         same, upper = of[:, None] == of, np.triu(group[:, None] != group)
         within.append(distances[same & upper])
@@ -169,14 +169,20 @@ def _height(fitted: FittedHead, settings: PldaSettings) -> float:
     return float(same_class.mean() + _SHARE * (different.mean() - same_class.mean()))
 
 
+def _distances(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """One minus the cosine (n, n) of unit vectors (n, r), zero on the diagonal."""
+    found: NDArray[np.float64] = (1 - x @ x.T).clip(min=0)  # a matrix product: five times as fast as ``pdist``
+    np.fill_diagonal(found, 0)
+    return found
+
+
 def _tightest_first(x: NDArray[np.float64], height: float) -> NDArray[np.int64]:
     """Clusters (n,) of unit vectors (n, r), -1 for none."""
-    distances = pdist(x, "cosine").clip(min=0)
-    found = fcluster(linkage(distances, "average"), height, "distance")
-    square, spread = squareform(distances), dict[int, float]()
+    distances, spread = _distances(x), dict[int, float]()
+    found = fcluster(linkage(squareform(distances, checks=False), "average"), height, "distance")
     for cluster in np.flatnonzero(np.bincount(found) >= LEAST).tolist():
         members = np.flatnonzero(found == cluster)
-        spread[cluster] = float(square[np.ix_(members, members)].sum()) / (len(members) * (len(members) - 1))
+        spread[cluster] = float(distances[np.ix_(members, members)].sum()) / (len(members) * (len(members) - 1))
     number = {cluster: place for place, cluster in enumerate(sorted(spread, key=lambda each: spread[each]))}
     return np.array([number.get(cluster, -1) for cluster in found.tolist()])
 

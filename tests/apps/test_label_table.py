@@ -366,3 +366,58 @@ def test_thumbnails_have_the_aspect_of_their_files(tmp_path: Path) -> None:
     session = Session(coloured_classifier(), [tmp_path / "wide.png", tmp_path / "turned.jpg"], tmp_path / "checked.csv")
     sizes = [Image.open(io.BytesIO(data)).size for data in map(session.thumbnail, session.pictures)]
     assert sizes == [(128, 64), (64, 128)]
+
+
+def with_two_new_colours(folder: Path) -> Session:
+    """Pictures 0 to 3 are red and 15 to 17 blue, which it knows; 4 to 8 are purple and 9 to 14 yellow."""
+    labels = ["red"] * 4 + ["purple"] * 5 + ["yellow"] * 6 + ["blue"] * 3
+    start = coloured_classifier(unknown_label="other", false_rejection_rate=0.2)
+    return Session(start, write_pictures(folder / "new", labels), folder / "checked.csv")
+
+
+def test_pictures_of_no_class_that_look_alike_are_heaps_the_largest_first_until_they_are_named(tmp_path: Path) -> None:
+    session = with_two_new_colours(tmp_path)
+    yellow, purple = range(9, 15), range(4, 9)
+    heaps = {**dict.fromkeys(purple, 1), **dict.fromkeys(yellow, 0)}
+    assert session.heaps() == heaps
+    assert [row[5] for row in session.state()["pictures"]] == [heaps.get(number) for number in session.pictures]
+    assert session.classifier is not None
+    proposed = session.classifier.propose_classes([cast(Path, one.source) for one in session.pictures.values()])
+    assert len({(heaps.get(number, -1), found) for number, found in enumerate(proposed.tolist())}) == 3
+
+    session.label([*yellow], "sun")
+    assert session.heaps() == dict.fromkeys(purple, 0)
+    assert session.counts()["sun"] == 6
+    session.label([4, 5, 6], "other")  # of the others there are too few
+    assert session.heaps() == {}
+    session.undo()
+    session.undo()
+    assert session.heaps() == heaps
+    assert session.labels == {}
+
+
+def test_a_classifier_that_rejects_none_has_no_heaps_and_no_threshold(paths: list[Path], tmp_path: Path) -> None:
+    session = Session(coloured_classifier(), paths, tmp_path / "checked.csv")
+    assert session.heaps() == {}
+    state = session.state()
+    assert state["outlier_threshold"] is None
+    assert {row[7] for row in state["pictures"]} == {None}
+    assert all(0 <= row[6] < 1 for row in state["pictures"])
+
+
+def test_every_answer_has_its_best_class_its_outlier_score_and_its_doubt(tmp_path: Path) -> None:
+    session = with_two_new_colours(tmp_path)
+    assert session.classifier is not None
+    wanted = session.classifier.predict_all([cast(Path, one.source) for one in session.pictures.values()], transductive=True)
+    state = session.state()
+    assert state["outlier_threshold"] == session.classifier.threshold_
+    for number, (_, _, _, best, unknown, _, doubt, score) in enumerate(state["pictures"]):
+        answer = session.answer(number)
+        assert answer is not None
+        assert answer.unknown == unknown == (4 <= number < 15)
+        assert answer.outlier_threshold == session.classifier.threshold_
+        assert answer.outlier_score == pytest.approx(wanted.outlier_scores[number], rel=1e-4, abs=1e-4)
+        assert answer.doubt == pytest.approx(wanted.doubts[number], rel=1e-3, abs=1e-6)
+        assert (score, doubt) == (round(cast(float, answer.outlier_score), 4), round(answer.doubt, 4))
+        assert best[0][1] == round(max(answer.probabilities.values()), 4)
+        assert unknown == (score > state["outlier_threshold"])

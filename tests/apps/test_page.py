@@ -28,7 +28,7 @@ from fewshot_mahalanobis.apps import server
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.server import Server
 from fewshot_mahalanobis.apps.session import Session
-from tests.apps.test_label_table import coloured_classifier, write_pictures
+from tests.apps.test_label_table import coloured_classifier, with_two_new_colours, write_pictures
 from tests.browser import NARROW, WIDE, chromium, contrast, drop, is_dark, keep, overflow
 from tests.tiny import LABELS, pictures
 
@@ -265,8 +265,8 @@ def test_the_wall_is_worked_by_the_keyboard_alone_and_its_pages_have_each_pictur
     both = [*titles, *(tile.get_attribute("title") or "" for tile in page.locator(".tile").all())]
     assert len(set(both)) == total
     by_name = {picture.name: number for number, picture in session.pictures.items()}
-    shares = [max(session.answer(by_name[name]).probabilities.values()) for name in both]  # type: ignore[union-attr]
-    np.testing.assert_allclose(shares, sorted(shares), atol=1e-3)  # the least sure first
+    doubts = [session.answer(by_name[name]).doubt for name in both]  # type: ignore[union-attr]
+    np.testing.assert_allclose(doubts, sorted(doubts, reverse=True), atol=1e-3)  # the most doubtful first
     page.keyboard.press("PageUp")
     expect(page.locator("#place")).to_have_text(f"1 to 60 of {total}")
     page.locator(".tile").first.focus()
@@ -277,6 +277,95 @@ def test_the_wall_is_worked_by_the_keyboard_alone_and_its_pages_have_each_pictur
     page.keyboard.press("0")
     expect_labelled(page, 1)
     assert labels_in(session) == {Path(titles[0]).name: "unknown"}
+
+
+@pytest.mark.browser
+def test_a_heap_of_pictures_that_look_alike_is_named_at_once_and_taken_back_by_one_undo(
+    browser: Browser, tmp_path: Path
+) -> None:
+    session = with_two_new_colours(tmp_path)
+
+    def shown() -> list[str]:
+        expect_ready(page)
+        return sorted(re.sub(r"-\d+\.png$", "", Path(str(tile.get_attribute("title"))).name) for tile in tiles.all())
+
+    with visiting(browser, session) as page:
+        tiles = page.locator(".tile")
+        expect(page.locator("#to-heaps")).to_be_visible()
+        sent: list[str] = []
+        page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+        page.keyboard.press("h")
+        expect(page.locator("#shown")).to_have_text("These 6 look like one thing")
+        expect(page.locator("#place")).to_have_text("1 of 2")
+        assert shown() == ["yellow"] * 6
+        expect(page.locator("#selected")).to_have_text("6 selected. What are they?")
+        keep(page, "page-heap")
+        page.keyboard.press("PageDown")
+        expect(page.locator("#shown")).to_have_text("These 5 look like one thing")
+        expect(page.locator("#after")).to_be_disabled()
+        assert shown() == ["purple"] * 5
+        page.keyboard.press("PageUp")
+        expect(page.locator("#shown")).to_have_text("These 6 look like one thing")
+        page.keyboard.press("/")
+        page.keyboard.type("sun\n")
+        expect(page.locator("#shown")).to_have_text("These 5 look like one thing")
+        expect(page.locator("#place")).to_have_text("1 of 1")
+        assert len(sent) == 1
+        assert set(labels_in(session).values()) == {"sun"}
+        assert sorted(labels_in(session)) == sorted(f"yellow-{number}.png" for number in range(9, 15))
+
+        expect_ready(page)
+        tiles.nth(2).click()  # something else, perhaps
+        expect(page.locator("#selected")).to_have_text("4 selected. What are they?")
+        page.keyboard.press("0")
+        expect(page.locator("#to-heaps")).to_be_hidden()  # one is left
+        assert sorted(labels_in(session).values()) == ["other"] * 4 + ["sun"] * 6
+        expect_ready(page)
+        page.keyboard.press("u")
+        expect(page.locator("#to-heaps")).to_be_visible()
+        expect_ready(page)
+        page.keyboard.press("u")
+        expect_ready(page)
+        assert labels_in(session) == {}
+        page.keyboard.press("h")
+        expect(page.locator("#place")).to_have_text("1 of 2")
+        page.keyboard.press("w")
+        expect(page.locator("#shown")).to_have_text("none of these")
+        assert shown() == ["purple"] * 5 + ["yellow"] * 6
+        expect(page.locator("#selected")).to_have_text("None selected.")
+
+
+@pytest.mark.browser
+def test_a_rejected_picture_shows_its_best_class_its_outlier_score_and_its_doubt(
+    browser: Browser, tmp_path: Path
+) -> None:
+    session = with_two_new_colours(tmp_path)
+    with visiting(browser, session) as page:
+        page.keyboard.press("w")
+        page.locator("#tabs button", has_text="none of these").click()
+        expect(page.locator(".tile")).to_have_count(11)
+        page.locator(".tile").first.click()
+        name = page.locator(".tile").first.get_attribute("title")
+        (number,) = [number for number, picture in session.pictures.items() if picture.name == name]
+        answer = session.answer(number)
+        assert answer is not None
+        (best, share), *_ = answer.probabilities.items()
+        grade = (
+            f"Outlier score {answer.outlier_score:,.2f}, unknown above {answer.outlier_threshold:.2f}. "
+            f"Doubt {answer.doubt:.0%}."
+        )
+        line = f"other; the most probable class is {best}, {share:.0%}. {grade}"
+        expect(page.locator(".tile").first.locator(".sure")).to_have_text(f"{best} {share:.0%}")
+        expect(page.locator("#selected")).to_have_text(f"1 selected: {line}")
+        page.keyboard.press("Enter")
+        expect(page.locator("#grade")).to_have_text(line)
+        page.keyboard.press("t")
+        card = page.locator(f".answer[data-id='{number}']")
+        expect(card.locator(".label")).to_have_text("other")
+        expect(card.locator(".text")).to_have_text(
+            f"It is unlike the pictures of every class. The most probable one is {best}, {share:.0%}."
+        )
+        expect(card.locator(".grade")).to_have_text(grade)
 
 
 @pytest.mark.browser

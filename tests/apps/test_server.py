@@ -89,6 +89,10 @@ def test_a_program_asks_teaches_corrects_and_takes_the_model(paths: list[Path], 
         assert status == 200
         assert [answer["name"] for answer in found["answers"]] == ["0.png", "1.png", "2.png"]
         assert [answer["label"] for answer in found["answers"]] == start.predict(paths[:3]).tolist()
+        wanted = start.predict_all(paths[:3])
+        for name, values in (("doubt", wanted.doubts), ("outlier_score", wanted.outlier_scores)):
+            assert [answer[name] for answer in found["answers"]] == pytest.approx([*values], rel=1e-4, abs=1e-6)
+        assert {answer["outlier_threshold"] for answer in found["answers"]} == {start.threshold_}
         for answer, row in zip(found["answers"], start.predict_proba(paths[:3]), strict=True):
             assert answer["probabilities"] == pytest.approx(dict(zip(start.classes_, row, strict=True)), abs=1e-6)
         assert call(place, "GET", "/api/state")[1]["pictures"] == []

@@ -28,6 +28,7 @@ const results = await Promise.all(JSON.parse(readFileSync(tasks, "utf8")).map(as
     probabilities: decisions.map(one => [...one.probabilities]),
     scores: decisions.map(one => one.score),
     unknown: decisions.map(one => one.unknown),
+    doubts: decisions.map(one => one.doubt),
     left_out: leftOut.map(logits),
     curve,
   };

@@ -95,6 +95,7 @@ def test_settings_logits_and_rejection_in_javascript_are_those_of_python(
     np.testing.assert_allclose(found["scores"], decisions.outlier_scores, rtol=1e-4)
     rejected = decisions.indices == len(fitted.classes)
     assert found["unknown"] == rejected.tolist()
+    np.testing.assert_allclose(found["doubts"], fitted.doubts(decisions), rtol=1e-3, atol=1e-6)
     assert (found["outliers"] is None) == (fitted.outliers is None)
     if fitted.outliers is not None:
         assert found["outliers"]["threshold"] == pytest.approx(fitted.outliers.threshold, rel=1e-4)

@@ -154,6 +154,9 @@ def assert_same(page: Page, classifier: SimpleCNAPSClassifier, queries: list[Pat
     assert {path.name for path in queries} == found.keys()
     for path, label, probabilities in zip(queries, expected.labels, expected.probabilities, strict=True):
         assert found[path.name][0] == label
+        assert page.evaluate("name => queries().find(one => one.name === name).answer.threshold", path.name) == (
+            None if classifier.threshold_ is None else pytest.approx(classifier.threshold_, rel=0.05)
+        )
         # The page has the network's weights as float16, which moves the log-odds of noise that is of no class most.
         np.testing.assert_allclose(logit(found[path.name][1]), logit(probabilities), rtol=0, atol=0.1)
 
