@@ -61,7 +61,7 @@ def equal_rows(features: Tensor) -> NDArray[np.int64]:
     scale = torch.linalg.vector_norm(x, torch.inf, dim=0)
     scale = torch.where(scale > 0, scale, 1.0)
     # Equal rows are neighbours in this order, and different ones rarely meet, as rows of counts with one sum would.
-    order = (x @ (torch.arange(1, x.shape[1] + 1, dtype=x.dtype).sin() / scale)).argsort(stable=True)
+    order = (x @ (torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device).sin() / scale)).argsort(stable=True)
     found = torch.stack([order[:-1], order[1:]], dim=1)
     for some in (slice(_COLUMNS), slice(None)):  # few pairs are equal in the first columns
         first, second = (x[found[:, side], some] for side in (0, 1))
