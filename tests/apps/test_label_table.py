@@ -382,7 +382,7 @@ def test_pictures_of_no_class_that_look_alike_are_heaps_the_largest_first_until_
     assert session.heaps() == heaps
     assert [row[5] for row in session.state()["pictures"]] == [heaps.get(number) for number in session.pictures]
     assert session.classifier is not None
-    proposed = session.classifier.propose_classes([cast(Path, one.source) for one in session.pictures.values()])
+    proposed = session.classifier.propose_classes(sources(session))
     assert len({(heaps.get(number, -1), found) for number, found in enumerate(proposed.tolist())}) == 3
 
     session.label([*yellow], "sun")
@@ -408,7 +408,7 @@ def test_a_classifier_that_rejects_none_has_no_heaps_and_no_threshold(paths: lis
 def test_every_answer_has_its_best_class_its_outlier_score_and_its_doubt(tmp_path: Path) -> None:
     session = with_two_new_colours(tmp_path)
     assert session.classifier is not None
-    wanted = session.classifier.predict_all([cast(Path, one.source) for one in session.pictures.values()], transductive=True)
+    wanted = session.classifier.predict_all(sources(session), transductive=True)
     state = session.state()
     assert state["outlier_threshold"] == session.classifier.threshold_
     for number, (_, _, _, best, unknown, _, doubt, score) in enumerate(state["pictures"]):
