@@ -67,7 +67,7 @@ def test_a_walk_that_comes_back_is_detected() -> None:
 
 
 #: What is entered twice: batches in threads, which is seen where there is one thread, as others are not followed.
-IN_THREADS = {(f"{PACKAGE}.networks.task", f"{PACKAGE}.networks.threads")}
+IN_THREADS = {(f"{PACKAGE}.networks.{name}", f"{PACKAGE}.cores") for name in ("task", "set_encoder")}
 
 
 def pairs(action: Callable[[], Any]) -> set[tuple[str, str]]:

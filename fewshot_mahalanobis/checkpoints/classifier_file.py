@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.checkpoints.files import atomic_replace, readable_file
 from fewshot_mahalanobis.checkpoints.folder import check_finite, read_tensors
 from fewshot_mahalanobis.checkpoints.restore import fill, model_without_weights, stored_weights
+from fewshot_mahalanobis.cores import one_thread
 from fewshot_mahalanobis.heads import Head, describe_head, make_head
 from fewshot_mahalanobis.images.pages import checked_reading
 from fewshot_mahalanobis.networks.devices import check_precision, choose_device
@@ -328,6 +329,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 # -------------------------------------------------------------------- reading
 
 
+@one_thread()
 def read_classifier(
     path: str | os.PathLike[str], device: str | torch.device, backbone: SimpleCNAPS | nn.Module | None = None
 ) -> ClassifierState:
@@ -378,6 +380,7 @@ def read_classifier(
         return ClassifierState(parameters, model, film, header.precision, fitted_head, _allowed(header.labels))
 
 
+@one_thread()
 def read_feature_classifier(
     path: str | os.PathLike[str],
 ) -> tuple[dict[str, Any], list[str] | None, FittedHead, NDArray[Any] | None]:

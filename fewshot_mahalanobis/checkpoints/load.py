@@ -14,9 +14,11 @@ from fewshot_mahalanobis.checkpoints.errors import CheckpointError, DownloadErro
 from fewshot_mahalanobis.checkpoints.folder import read_checkpoint
 from fewshot_mahalanobis.checkpoints.hub import hub_checkpoint, hub_name
 from fewshot_mahalanobis.checkpoints.published import load_published
+from fewshot_mahalanobis.cores import one_thread
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 
+@one_thread()
 def load_checkpoint(
     name_or_path: str | os.PathLike[str],
     backbone: SimpleCNAPS | nn.Module | None = None,

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from fewshot_mahalanobis.cores import one_thread
 from fewshot_mahalanobis.images.collection import (
     check_items,
     checked_collection,
@@ -68,6 +69,7 @@ KEPT_BATCHES = 4
 MOST_APART = 2048
 
 
+@one_thread()
 def to_network_range(images: Tensor) -> Tensor:
     """Pixels from 0 to 255, of any type and shape -> float32 in [-1, 1]."""
     return images.to(torch.float32, copy=True).div_(127.5).sub_(1)

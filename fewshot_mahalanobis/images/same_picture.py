@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.cores import one_thread, one_thread_if_small
+
 __all__ = ["same_pictures", "small_pictures", "with_small_pictures"]
 
 #: Side of the small pictures, 7 kB each.
@@ -44,6 +46,7 @@ _BRIGHTNESS = (0.299, 0.587, 0.114)
 _IMAGES, _ROWS, _PAIRS = 8, 256, 64
 
 
+@one_thread()
 def small_pictures(images: Tensor) -> Tensor:
     """Images (n, 3, h, w) in [-1, 1] as small pictures, uint8 (n, 3, 48, 48) on the CPU."""
     small = torch.cat([_shrunk(some.cpu().float(), SIDE) for some in images.split(_IMAGES)])
@@ -74,6 +77,11 @@ def same_pictures(pictures: Tensor, features: Tensor) -> NDArray[np.int64]:
     """
     if len(pictures) < 2:
         return np.empty((0, 2), np.int64)
+    with one_thread_if_small(features):
+        return _same_pictures(pictures, features)
+
+
+def _same_pictures(pictures: Tensor, features: Tensor) -> NDArray[np.int64]:
     coarse = torch.cat([_shrunk(some.float() / 255, _COARSE_SIDE) for some in pictures.split(_PAIRS)])
     pairs, mirrored = _alike(_shrunk(coarse, _CORRELATED_SIDE), features.detach().cpu().float())
     grey, parts = _brightness(coarse), zip(pairs.split(_PAIRS), mirrored.split(_PAIRS), strict=True)

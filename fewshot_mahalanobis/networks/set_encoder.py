@@ -8,31 +8,37 @@ every image takes part in every statistic: a set is encoded layer by layer, not 
 Within a layer, images pass in batches, which bounds memory. BatchNorm and ReLU do not decrease where gamma >= 0, so
 they commute with the max pool; where gamma < 0 the convolution changes sign with it, as gamma y = (-gamma) (-y). So a
 layer keeps the pooled maps alone, a quarter of them, until the statistics of the whole set are known. The first two
-layers have larger maps than images: a large set does not keep them, and computes them again for the next layer.
+layers have larger maps than images: a large set does not keep them, and computes them again for the next layer. On a
+processor each core has a batch at a time.
 
 A one-ulp change in z can flip bfloat16 rounding downstream, in FiLM parameters and folded weights. So statistics do not
 depend on the order of the set or its batches: each column of each map is summed by itself, in float32, and the columns
-in float64. Threads divide the columns, so their number may move a last bit.
+in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fewshot_mahalanobis.cores import map_in_threads
+
+Item = TypeVar("Item")
 Result = TypeVar("Result")
+Run: TypeAlias = Callable[..., Any]
+Steps: TypeAlias = list[Callable[[Tensor], Tensor]]
 
 #: Length of the task representation z.
 TASK_FEATURES = 64
-#: Larger batches on a CPU make every layer allocate fresh, zeroed pages.
-MAX_CPU_BATCH = 16
+#: Images at a time on one core. Larger batches make every layer allocate fresh, zeroed pages, and share cores worse.
+MAX_CPU_BATCH = 4
 #: Most entries of a layer's maps that are kept in place of the smaller images, 34 MB: 128 images of 64 x 64 pixels in
 #: layer 1.
 MAX_KEPT = 2**23
@@ -77,37 +83,33 @@ class SetEncoder(nn.Module):
         batches = [part for images in in_batches(support_images, batch_size) for part in self._parts(images)]
         if isinstance(support_images, list):
             support_images.clear()
-        run = recomputed if torch.is_grad_enabled() and len(batches) > 1 else _called
-        steps: list[Callable[[Tensor], Tensor]] = []  # from a batch to the layer's input, where that is not kept
+        training = torch.is_grad_enabled()
+        run: Run = recomputed if training and len(batches) > 1 else _called
+        each = map_in_threads if batches[0].device.type == "cpu" and not training else _one_by_one
+        steps: Steps = []  # from what is kept of a batch to the layer's input
+        skipped = 0
         for conv, norm in self.layers:
-            moments, keep = [], torch.is_grad_enabled() or _may_be_kept(batches, len(steps))
-            for index, maps in enumerate(batches):
-                for step in steps:
-                    maps = step(maps)
-                maps, *batch_moments = run(_pooled, conv, norm, maps)
-                moments.append(batch_moments)
-                if keep:
-                    batches[index] = maps
+            keep = training or _may_be_kept(batches, skipped)
+            moments = each(partial(_moments, batches, keep, run, steps, conv, norm), range(len(batches)))
             means, variances = (torch.cat(parts) for parts in zip(*moments, strict=True))
             mean, variance = _combined(means, variances, 0)
             scale = norm.weight.abs() * torch.rsqrt(variance + norm.eps)
             assert conv.bias is not None
             shift = norm.bias - mean * scale + 0 * conv.bias  # unused in _pooled: its gradient is 0, not None
             normalised = partial(_normalised, scale=scale.to(norm.weight), shift=shift.to(norm.bias))
-            if not keep:
-                steps.append(partial(_layer, conv, norm, normalised))
-                continue
-            steps = []
-            for index, maps in enumerate(batches):  # one by one: two lists would hold the set twice
-                batches[index] = run(normalised, maps)
-        return torch.cat([maps.float().mean(dim=(2, 3)) for maps in batches])
+            if keep:
+                steps, skipped = [normalised], 0
+            else:
+                steps, skipped = [*steps, partial(_layer, conv, norm, normalised)], skipped + 1
+        return torch.cat(each(lambda maps: _after(run, steps, maps).float().mean(dim=(2, 3)), batches))
 
     def _parts(self, images: Tensor) -> tuple[Tensor, ...]:
         """Split a batch into what is computed at a time."""
         if min(images.shape[2:]) < 2 ** len(self.convs):
             raise ValueError(f"images must be at least 32 x 32 pixels, not {tuple(images.shape[2:])}")
         small = images.device.type == "cpu" and not torch.is_grad_enabled()
-        return images.split(MAX_CPU_BATCH) if small else (images,)
+        # PyTorch computes small maps of an image alone by another library, whose sums depend on the number of threads.
+        return images.tensor_split(-(-len(images) // MAX_CPU_BATCH)) if small else (images,)
 
 
 def in_batches(images: Tensor | Iterable[Tensor], batch_size: int | None) -> Iterable[Tensor]:
@@ -119,6 +121,10 @@ def _may_be_kept(batches: list[Tensor], skipped: int) -> bool:
     """Whether pooled maps may replace their batches, ``skipped`` layers after the last that did."""
     entries = sum(images[:, 0].numel() for images in batches) // 4 ** (1 + skipped) * TASK_FEATURES
     return entries <= max(MAX_KEPT, sum(images.numel() for images in batches))
+
+
+def _one_by_one(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    return [function(item) for item in items]
 
 
 def _called(function: Callable[..., Any], *arguments: object) -> Any:
@@ -140,6 +146,22 @@ def mean_over_set(x: Tensor) -> Tensor:
 
 def _mean(x: Tensor, dim: int) -> Tensor:
     return x.mean(dim, dtype=torch.float32 if x.device.type == "mps" else torch.float64)  # MPS has no float64
+
+
+def _moments(
+    batches: list[Tensor], keep: bool, run: Run, steps: Steps, conv: nn.Conv2d, norm: nn.BatchNorm2d, index: int
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each image's maps, both (b, c), in a batch; its maps take its place if they are kept."""
+    maps, means, variances = run(_pooled, conv, norm, _after(run, steps, batches[index]))
+    if keep:
+        batches[index] = maps
+    return means, variances
+
+
+def _after(run: Run, steps: Steps, maps: Tensor) -> Tensor:
+    for step in steps:
+        maps = run(step, maps)
+    return maps
 
 
 def _pooled(conv: nn.Conv2d, norm: nn.BatchNorm2d, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:

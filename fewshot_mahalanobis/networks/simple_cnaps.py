@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.cores import one_thread
 from fewshot_mahalanobis.gaussians.support import full_precision
 from fewshot_mahalanobis.heads import Head, LinearHead, make_head
 from fewshot_mahalanobis.networks.backbone import Backbone, check_image_size
@@ -496,6 +497,7 @@ def _encoded_features(feature_encoder: nn.Linear, features: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@one_thread()
 def adapted_network(
     model: SimpleCNAPS,
     support_images: Tensor | Iterable[Tensor],

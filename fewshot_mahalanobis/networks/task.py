@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis import __version__
+from fewshot_mahalanobis.cores import cores, map_in_threads, one_thread
 from fewshot_mahalanobis.networks.backbone import Backbone
 from fewshot_mahalanobis.networks.devices import device_of, without_cudnn
 from fewshot_mahalanobis.networks.efficientnet import EfficientNet
@@ -17,7 +18,6 @@ from fewshot_mahalanobis.networks.engine import ONNX_RUNTIME, PYTORCH, OnnxRunti
 from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.set_encoder import in_batches
-from fewshot_mahalanobis.networks.threads import map_in_threads
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 #: Pixels at a time on one core, four images of 224 pixels, unless the network says another number. From two to six
@@ -54,6 +54,7 @@ class AdaptedNetwork:
         Width d of a feature vector; 512 for the FiLM ResNet18.
     """
 
+    @one_thread()
     def __init__(
         self,
         extractor: FeatureExtractor,
@@ -88,7 +89,10 @@ class AdaptedNetwork:
         if self.device.type != "cpu":
             return torch.cat([self._extracted(batch) for batch in images.split(batch_size)])
         most = getattr(self._run, "cpu_pixels", MAX_CPU_PIXELS) // images[0, 0].numel()
-        return torch.cat(map_in_threads(self._extracted, _equal_batches(images, max(1, min(batch_size, most)))))
+        batches = _equal_batches(images, max(1, min(batch_size, most)))
+        if len(batches) == 1 and isinstance(self.extractor, Backbone):  # which may be large
+            return self._extracted(images)
+        return torch.cat(map_in_threads(self._extracted, batches))
 
     def _extracted(self, images: Tensor) -> Tensor:
         images = images.to(self.device, self.dtype)
@@ -152,9 +156,8 @@ class AdaptedTask:
 
 def _equal_batches(images: Tensor, most: int) -> Sequence[Tensor]:
     """As few batches of at most so many images as give each thread equally many."""
-    threads = torch.get_num_threads()
-    rounds = -(-len(images) // (threads * most))
-    return images.split(-(-len(images) // (threads * rounds)))
+    rounds = -(-len(images) // (cores() * most))
+    return images.split(-(-len(images) // (cores() * rounds)))
 
 
 def channels_last(images: Tensor) -> Tensor:

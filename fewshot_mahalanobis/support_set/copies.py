@@ -31,6 +31,7 @@ from scipy.spatial.distance import pdist
 from torch import Tensor
 from torch.nn import functional as F
 
+from fewshot_mahalanobis.cores import one_thread
 from fewshot_mahalanobis.plain import plain
 from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 
@@ -51,6 +52,7 @@ _MOST_OF_CLASS = 1000
 _MOST_NAMED = 5
 
 
+@one_thread()
 def equal_rows(features: Tensor) -> NDArray[np.int64]:
     """Pairs (p, 2) of examples, of any classes, whose features (n, d) are equal but for rounding.
 
@@ -78,6 +80,7 @@ def equal_rows(features: Tensor) -> NDArray[np.int64]:
     return found[:0].numpy()
 
 
+@one_thread()
 def near_twins(features: Tensor, labels: Tensor) -> NDArray[np.int64]:
     """Pairs (p, 2) of examples that are implausibly near for their class, by features (n, d) and labels (n,).
 

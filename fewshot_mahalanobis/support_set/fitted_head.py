@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fewshot_mahalanobis.cores import one_thread_if_small
 from fewshot_mahalanobis.gaussians.pool import Pool
 from fewshot_mahalanobis.gaussians.temperature import temperature_of_confidence
 from fewshot_mahalanobis.gaussians.unlabelled import memberships
@@ -159,7 +160,7 @@ class FittedHead:
     def __post_init__(self) -> None:
         output_labels(self.classes, self.unknown_label)  # checked before it is used
         checked_priors(self.priors, self.classes)
-        with torch.no_grad():
+        with torch.no_grad(), one_thread_if_small(self.support.adapted):
             support = self.support.adapted, self.labels, self.groups
             self.state = self.settled.fit_groups(*support)
             self.state_of_all = self.state if self.pool is None else self.settled.fit_pool(*support, self.pool)
@@ -232,7 +233,7 @@ class FittedHead:
         apart = joined(len(labels), np.concatenate([copied, alike]), names)
         apart = None if apart is None else apart.to(labels.device)
         reject = unknown_label is not None
-        with torch.no_grad():
+        with torch.no_grad(), one_thread_if_small(support.adapted):
             settled = head.settled(support.adapted, labels, apart)
             parts = {"settled": settled, "support": support, "labels": labels, "groups": apart, "negatives": negatives}
             settings = {"temperature": temperature, "false_rejection_rate": false_rejection_rate, "reject": reject}
@@ -272,7 +273,8 @@ class FittedHead:
         else:
             support = self.support.adapted, self.labels, self.groups
             log_priors = None if self.priors is None else torch.from_numpy(self.priors).log()
-            found = memberships(self.settled.unlabelled_settings(*support), *support, features, log_priors)
+            with one_thread_if_small(self.support.adapted, features):
+                found = memberships(self.settled.unlabelled_settings(*support), *support, features, log_priors)
         pool = Pool(features, found.float())  # as a file keeps them
         learned = replace(self, pool=pool)
         if k > 1 and len(features) and self.counts.max() == 1:
@@ -354,7 +356,7 @@ class FittedHead:
             similarities = [term for term in SIMILARITIES if term.name in units]
             parts = {**vars(self), "groups": self.groups if self.apart is None else self.apart}
             any_rate = {"temperature": self.temperature, "false_rejection_rate": 0.5, "reject": True}
-            with torch.no_grad():
+            with torch.no_grad(), one_thread_if_small(self.support.adapted):
                 _, again = _calibrated(parts, similarities, **any_rate)
             assert again is not None
             self.outliers.left_out = again.left_out
@@ -399,12 +401,14 @@ class FittedHead:
     @torch.no_grad()
     def logits(self, features: Tensor) -> Tensor:
         """Logits (m, k) of queries' adapted features (m, d)."""
-        return self.with_priors(self.settled.logits(self.state_of_all, features.to(self.support.adapted.device)))
+        with one_thread_if_small(features):
+            return self.with_priors(self.settled.logits(self.state_of_all, features.to(self.support.adapted.device)))
 
     @torch.no_grad()
     def _support_logits(self, features: Tensor) -> Tensor:
         """Logits (m, k) of equal priors by the support set alone."""
-        return self.settled.logits(self.state, features.to(self.support.adapted.device))
+        with one_thread_if_small(features):
+            return self.settled.logits(self.state, features.to(self.support.adapted.device))
 
     def with_priors(self, logits: Tensor) -> Tensor:
         """Logits (m, k) of equal priors, plus T log pi_k: their softmax over T is Bayes' rule."""
@@ -437,8 +441,9 @@ class FittedHead:
 
         Without a fitted score it is minus the largest logit of equal priors.
         """
-        logits = self._support_logits(features.adapted)
-        return OutlierScore.head_score(logits) if self.outliers is None else self.outliers(logits, features)
+        with one_thread_if_small(features.adapted):
+            logits = self._support_logits(features.adapted)
+            return OutlierScore.head_score(logits) if self.outliers is None else self.outliers(logits, features)
 
     def predict(self, features: Features) -> Decisions:
         """Classify m queries: logits, outlier scores and the index of each query's label in ``output_labels``."""

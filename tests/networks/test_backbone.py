@@ -20,7 +20,7 @@ from PIL import Image
 from sklearn.base import clone
 from torch import Tensor, nn
 
-from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance, SimpleCNAPS, SimpleCNAPSClassifier
+from fewshot_mahalanobis import MahalanobisHead, RegularizedCovariance, SimpleCNAPS, SimpleCNAPSClassifier, checkpoints
 from fewshot_mahalanobis.checkpoints import CheckpointError
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 from fewshot_mahalanobis.gaussians.covariance import CovarianceSettings
@@ -363,7 +363,7 @@ def test_a_model_on_a_module_is_a_checkpoint(network: nn.Module, tmp_path: Path)
 
 def test_simple_cnaps_takes_no_network_in_place_of_its_own(network: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="takes no other"):
-        SimpleCNAPS.from_pretrained(Path(load_checkpoint.__code__.co_filename).parent / "resnet18", backbone=network)
+        SimpleCNAPS.from_pretrained(Path(checkpoints.__file__).parent / "resnet18", backbone=network)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,13 @@ def encoder() -> SetEncoder:
     return encoder
 
 
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 def images(n: int, size: int = 40) -> torch.Tensor:
     return torch.rand(n, 3, size, size, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
@@ -73,8 +80,9 @@ def test_a_set_of_equal_blank_images_has_no_negative_variance(encoder):
         torch.testing.assert_close(encoder(blank, 2).double(), plain(encoder, blank), rtol=1e-4, atol=1e-5)
 
 
-def test_chunks_bound_the_memory_of_a_large_set(encoder):
+def test_chunks_bound_the_memory_of_a_large_set(encoder, set_threads):
     largest = 0
+    set_threads(1)  # others are not watched
 
     class Watched(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -93,7 +101,10 @@ def test_chunks_bound_the_memory_of_a_large_set(encoder):
 @pytest.mark.parametrize(
     ("most", "kept"), [(2**30, 24 * 64 * 20 * 20), (200_000, 24 * 64 * 10 * 10), (0, 24 * 3 * 40 * 40)]
 )
-def test_no_more_maps_of_a_set_are_alive_than_the_bound_or_the_images_allow(encoder, monkeypatch, most, kept):
+def test_no_more_maps_of_a_set_are_alive_than_the_bound_or_the_images_allow(
+    encoder, monkeypatch, set_threads, most, kept
+):
+    set_threads(1)
     alive, largest, pooled = [], 0, set_encoder._pooled
 
     def watched(*arguments):
@@ -108,6 +119,16 @@ def test_no_more_maps_of_a_set_are_alive_than_the_bound_or_the_images_allow(enco
     with torch.no_grad():
         encoder(images(24), 1)
     assert largest <= kept + 2 * 64 * 20 * 20  # and the maps of the last two batches
+
+
+def test_the_number_of_threads_changes_no_bit(encoder, set_threads):
+    found = []
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        with torch.no_grad():
+            found.append(encoder(images(9)))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])

@@ -1,4 +1,4 @@
-"""Batches on the cores of a processor: in order, one intra-op thread each, and nothing of it stays."""
+"""Small work and batches on the cores of a processor: in order, one intra-op thread each, and nothing of it stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewshot_mahalanobis.networks.threads import map_in_threads
+from fewshot_mahalanobis.cores import cores, map_in_threads, one_thread, one_thread_if_small
 from tests.interrupt import one_interrupt
 
 
@@ -24,6 +24,55 @@ def three_threads() -> None:
 
 def numbered(count: int) -> list[Tensor]:
     return [torch.tensor(float(number)) for number in range(count)]
+
+
+def test_one_thread_is_the_callers_alone_and_ends_with_the_block() -> None:
+    seen = list[int]()
+    with one_thread():
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (torch.get_num_threads(), cores(), seen) == (1, 3, [3])
+    assert (torch.get_num_threads(), cores()) == (3, 3)
+
+
+def test_one_thread_within_another_ends_with_the_outer_one_and_after_an_error() -> None:
+    @one_thread()
+    def failing() -> None:
+        with one_thread():
+            assert (torch.get_num_threads(), cores()) == (1, 3)
+        assert (torch.get_num_threads(), cores()) == (1, 3)
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        failing()
+    assert (torch.get_num_threads(), cores()) == (3, 3)
+
+
+def test_few_features_have_one_thread_and_many_have_all() -> None:
+    with one_thread_if_small(torch.empty(2**10, 2**10)):
+        assert torch.get_num_threads() == 1
+    with one_thread_if_small(torch.empty(2**10 + 1, 2**10)):
+        assert torch.get_num_threads() == 3
+
+
+def test_batches_have_all_cores_within_one_thread_and_share_no_further() -> None:
+    together = threading.Barrier(3)
+
+    def meeting(batch: Tensor) -> int:
+        together.wait(timeout=60)
+        return cores()
+
+    with one_thread():
+        assert map_in_threads(meeting, numbered(3)) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_batches_have_the_autocast_of_the_caller(count: int) -> None:
+    weight = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = map_in_threads(lambda batch: weight @ weight, numbered(count))
+    assert [result.dtype for result in results] == [torch.bfloat16] * count
 
 
 def test_results_are_in_the_order_of_the_batches() -> None:
@@ -67,7 +116,7 @@ def test_one_batch_or_one_thread_stays_in_the_calling_thread(threads: int, count
         names.append(threading.current_thread().name)
         return torch.tensor(torch.get_num_threads())
 
-    assert map_in_threads(named, numbered(count)) == [threads] * count
+    assert map_in_threads(named, numbered(count)) == [1] * count
     assert names == [threading.current_thread().name] * count
 
 
