@@ -461,17 +461,15 @@ def predict(
 
         if ending == ".parquet":
             labelling.import_parquet()
-        how, value = _grouping(group_by)
-        found = _find_pictures(
+        found, groups = _find_groups(
             images,
+            group_by,
             image_folder=image_folder,
             margin=margin,
             min_confidence=min_confidence,
             category=category,
-            group_column=value if how == "column" else None,
         )
         pictures = found.images
-        groups = found.groups if how == "column" else _groups_of(pictures, how, value)
         again = [] if ending != ".json" else [file for file in found.boxes if file.document is not None]
         if again and len(images) > 1:
             raise ValueError("--json writes a JSON file of boxes again, with labels: give it alone")
@@ -698,6 +696,13 @@ def _find_pictures(places: list[Path], **options: Any) -> Pictures:
     for note in found.notes:
         _note(note)
     return found
+
+
+def _find_groups(places: list[Path], group_by: str | None, **options: Any) -> tuple[Pictures, Sequence[Any] | None]:
+    """The pictures of files, folders and tables, and the group of each where they are grouped."""
+    how, value = _grouping(group_by)
+    found = _find_pictures(places, group_column=value if how == "column" else None, **options)
+    return found, found.groups if how == "column" else _groups_of(found.images, how, value)
 
 
 def _grouping(text: str | None) -> tuple[str, str]:
@@ -948,6 +953,7 @@ def run_app(
     margin: Margin = 0.0,
     min_confidence: MinConfidence = 0.0,
     category: Category = None,
+    group_by: GroupBy = None,
     host: Host = "127.0.0.1",
     port: Port = None,
     token: Token = None,
@@ -971,12 +977,21 @@ def run_app(
     with clear_errors():
         if model is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --model exclude each other: a model file has its own network")
+        if group_by is not None and not images:
+            raise ValueError(f"--group-by {group_by}: name the images or the table that it groups")
         paths: list[Path | Region] = []
+        groups: Sequence[Any] | None = None
         if images:
             check_output(output)
-            paths = _find_pictures(
-                images, image_folder=image_folder, margin=margin, min_confidence=min_confidence, category=category
-            ).images
+            found, groups = _find_groups(
+                images,
+                group_by,
+                image_folder=image_folder,
+                margin=margin,
+                min_confidence=min_confidence,
+                category=category,
+            )
+            paths = found.images
         from fewshot_mahalanobis.apps.server import Server
         from fewshot_mahalanobis.apps.session import Session
         from fewshot_mahalanobis.checkpoints.load import load_checkpoint
@@ -985,7 +1000,7 @@ def run_app(
             start = load_checkpoint(checkpoint)
         else:
             start = _loaded(model, device, None if no_cache else cache or _cache_beside(model))
-        session = Session(start, paths, output if images else None, device=device)
+        session = Session(start, paths, output if images else None, device=device, groups=groups)
         for path, problem in session.problems.items():
             typer.echo(f"{path}: {problem}", err=True)
         if session.labels or session.other_rows:
@@ -1003,6 +1018,7 @@ def review(
     margin: Margin = 0.0,
     min_confidence: MinConfidence = 0.0,
     category: Category = None,
+    group_by: GroupBy = None,
     host: Host = "127.0.0.1",
     port: Port = None,
     token: Token = None,
@@ -1027,6 +1043,8 @@ def review(
         fewshot-mahalanobis review flowers.safetensors holiday/ -o holiday.csv
 
         fewshot-mahalanobis review birds.safetensors detections.json --category animal
+
+        fewshot-mahalanobis review animals.safetensors camera/ --group-by seconds=60
     """
     run_app(
         images,
@@ -1036,6 +1054,7 @@ def review(
         margin=margin,
         min_confidence=min_confidence,
         category=category,
+        group_by=group_by,
         host=host,
         port=port,
         token=token,

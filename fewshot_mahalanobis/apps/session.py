@@ -119,6 +119,9 @@ class Session:
         other pictures are kept, and what they say of these is learned with the next label.
     device : str
         Where a pretrained model runs.
+    groups : sequence of str or number, optional
+        Of each of the ``paths``, the thing that it shows. Pictures of one thing are listed once, share an answer, and a
+        label of one is a label of all. They are left out together.
 
     Attributes
     ----------
@@ -150,6 +153,7 @@ class Session:
         table: Path | None = None,
         *,
         device: str = "auto",
+        groups: Sequence[Any] | None = None,
     ) -> None:
         kinds = {isinstance(path, Region) for path in paths}
         if len(kinds) > 1:
@@ -162,6 +166,8 @@ class Session:
         self.version = 0
         self.pictures: dict[int, Picture] = {}
         self._next_number = 0
+        self._group_of: dict[int, str] = {}  # what a picture shows, by its number
+        self._members: dict[str | None, list[int]] = {}
         self._begin(start, whole=not paths)
         earlier = {} if self.table is None else self.table.read()
         if paths:
@@ -171,6 +177,11 @@ class Session:
             if not read:
                 raise UnreadableImages(f"none of the {len(paths)} images can be read", self.problems)
             self.pictures = {picture.number: picture for picture in read}
+            if groups is not None:
+                shows = dict(zip(paths, map(str, groups), strict=True))
+                self._group_of = {number: shows[picture.source] for number, picture in self.pictures.items()}
+                for number, group in self._group_of.items():
+                    self._members.setdefault(group, []).append(number)
         self._by_place = {picture.place: number for number, picture in self.pictures.items()}
         self._other_rows = {place: row for place, row in earlier.items() if place not in self._by_place}
         try:
@@ -243,6 +254,21 @@ class Session:
                 return None
             return _answers(self.classifier, self._predictions, self.none, [row])[0]
 
+    def shown(self) -> list[int]:
+        """Numbers of the pictures that are listed: of each group the first without a label, or the first one."""
+        first: dict[tuple[str | None, int], int] = {}
+        for number in self.pictures:
+            group = self._group_of.get(number)
+            key = group, number if group is None else -1
+            if key not in first or (first[key] in self.labels and number not in self.labels):
+                first[key] = number
+        return [*first.values()]
+
+    def _whole(self, numbers: Iterable[int]) -> list[int]:
+        """Pictures and the others of their groups."""
+        every = (self._members.get(self._group_of.get(number), [number]) for number in numbers)
+        return [*dict.fromkeys(number for members in every for number in members)]
+
     def heaps(self) -> dict[int, int]:
         """Pictures without a label that are of no class and look like one another, as ``propose_classes`` finds them.
 
@@ -260,7 +286,8 @@ class Session:
         if self.classifier is None or self._predictions is None:
             return {}
         unknown = self._predictions.unknown
-        numbers = [n for n, row in self._answered.items() if unknown[row] and n not in self.labels]
+        numbers = [n for n in self.shown() if n not in self.labels and n in self._answered]
+        numbers = [n for n in numbers if unknown[self._answered[n]]]
         if not numbers:
             return {}
         features = self._features(self.classifier, numbers).adapted
@@ -294,7 +321,7 @@ class Session:
             }
 
     def _listed(self, names: list[str]) -> list[list[Any]]:
-        """Of each picture: number, name, label, most probable classes, whether of none, heap, doubt, outlier score."""
+        """The rows of ``pictures`` of a state, which ``page/openapi.json`` describes."""
         best: list[list[list[float]] | None] = []
         grades: list[list[float | None]] = []
         if self._predictions is not None and self.classifier is not None:
@@ -305,12 +332,13 @@ class Session:
             ]
             grades = _grades(self.classifier, self._predictions)
         listed, heaps = [], self.heaps()
-        for number, picture in self.pictures.items():
-            row = self._answered.get(number)
+        for number in self.shown():
+            picture, row = self.pictures[number], self._answered.get(number)
             unknown = row is not None and self._predictions is not None and bool(self._predictions.unknown[row])
             shares = None if row is None else best[row]
             grade = [None, None] if row is None else grades[row]
-            listed.append([number, picture.name, self.labels.get(number), shares, unknown, heaps.get(number), *grade])
+            label, size = self.labels.get(number), len(self._whole([number]))
+            listed.append([number, picture.name, label, shares, unknown, heaps.get(number), *grade, size])
         return listed
 
     def _sentences(self, names: list[str]) -> list[str]:
@@ -342,7 +370,7 @@ class Session:
     def next_picture(self) -> int | None:
         """The picture whose label would teach most; None if all have one. Those passed over come last."""
         with self._lock:
-            without = [number for number in self.pictures if number not in self.labels]
+            without = [number for number in self.shown() if number not in self.labels]
             fresh = [number for number in without if number not in set(self._passed)]
             if not fresh:
                 return next((number for number in self._passed if number in without), None)
@@ -585,7 +613,7 @@ class Session:
     # ---------------------------------------------------------------- labelling
 
     def label(self, numbers: Sequence[int], label: str | None, before: Mapping[int, str | None] | None = None) -> None:
-        """Label pictures, with a known class, a new one or ``none``, or take their labels back, and learn from it.
+        """Label pictures and their groups, with a class or ``none``, or take their labels back, and learn from it.
 
         Parameters
         ----------
@@ -613,7 +641,8 @@ class Session:
                         f"{self.labels.get(number, 'none')}. Answer again if it is not right."
                     )
             label = None if label is None else self._checked(label)
-            changed = {number: self.labels.get(number) for number in numbers if self.labels.get(number) != label}
+            whole = self._whole(numbers)
+            changed = {number: self.labels.get(number) for number in whole if self.labels.get(number) != label}
             if changed:
                 self._change(dict.fromkeys(changed, label))
                 self._changes.append(changed)
@@ -731,8 +760,9 @@ class Session:
         # without them, which gained more (benchmarks/results/which_next.md).
         transductive = any(self.pictures[n].place is not None for n in asked)
         transductive = transductive and classifier.fitted_head_.head.learns_unlabelled
-        predictions = classifier.predict_all(features, transductive=transductive)
-        by_labels = classifier.predict_proba(features) if transductive else predictions.probabilities
+        groups = self._names_of_groups(asked) if self._group_of else None
+        predictions = classifier.predict_all(features, transductive=transductive, groups=groups)
+        by_labels = classifier.predict_proba(features, groups=groups) if transductive else predictions.probabilities
         self._answered = {n: row for row, n in enumerate(asked)}
         self._predictions, self._by_labels, self._heaps = predictions, by_labels, None
 
@@ -811,11 +841,17 @@ class Session:
         return classifier, [*rows, *(n for n, label in new.items() if label != self.none)]
 
     def _groups(self, numbers: Iterable[int]) -> list[str] | None:
-        """The regions of one photograph are left out together, as in ``fit``."""
+        """Pictures of one group, or regions of one photograph as in ``fit``, are left out together."""
+        if self._group_of:
+            return self._names_of_groups(numbers)
         if self.table is None or len(self.table.columns) == 2:
             return None
         places = [self.pictures[n].place for n in numbers]
         return [str(n) if place is None else place[0] for n, place in zip(numbers, places, strict=True)]
+
+    def _names_of_groups(self, numbers: Iterable[int]) -> list[str]:
+        """A name for each picture, which those of one group share."""
+        return [f"of {self._group_of[n]}" if n in self._group_of else f"picture {n}" for n in numbers]
 
     def _features(self, classifier: SimpleCNAPSClassifier, numbers: Sequence[int]) -> Features:
         """Features of pictures, which are computed where they are not known."""

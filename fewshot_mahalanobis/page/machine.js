@@ -36,8 +36,8 @@ function take(state) {
   said = state;
   const names = said.classes.map(one => one.name);
   const threshold = said.outlier_threshold;
-  pictures = said.pictures.map(([id, name, label, best, unknown, heap, doubt, score]) => ({
-    id, name, heap, label: label === said.none ? "" : label,
+  pictures = said.pictures.map(([id, name, label, best, unknown, heap, doubt, score, size]) => ({
+    id, heap, name: size > 1 ? `${name} and ${size - 1} more` : name, label: label === said.none ? "" : label,
     answer: best && {best: best.map(([place, share]) => [names[place], share]), unknown, doubt, score, threshold},
   }));
   given = given.filter(name => !names.includes(name));

@@ -421,3 +421,48 @@ def test_every_answer_has_its_best_class_its_outlier_score_and_its_doubt(tmp_pat
         assert (score, doubt) == (round(cast(float, answer.outlier_score), 4), round(answer.doubt, 4))
         assert best[0][1] == round(max(answer.probabilities.values()), 4)
         assert unknown == (score > state["outlier_threshold"])
+
+
+GROUPS = ["a", "a", "a", "b", "b", "c"]
+
+
+def grouped(folder: Path) -> Session:
+    """Three red pictures of one thing, two blue ones of another and a green one."""
+    paths = write_pictures(folder / "new", ["red"] * 3 + ["blue"] * 2 + ["green"])
+    return Session(coloured_classifier(), paths, folder / "checked.csv", groups=GROUPS)
+
+
+def test_pictures_of_one_group_are_listed_once_and_share_answer_and_label(tmp_path: Path) -> None:
+    session = grouped(tmp_path)
+    assert session.classifier is not None
+    assert [(row[0], row[-1]) for row in session.state()["pictures"]] == [(0, 3), (3, 2), (5, 1)]
+    wanted = session.classifier.predict_all(sources(session), transductive=True, groups=GROUPS)
+    for number, shares in enumerate(wanted.probabilities):
+        answer = session.answer(number)
+        assert answer is not None
+        found = [answer.probabilities[name] for name in session.classifier.classes_]
+        np.testing.assert_allclose(found, shares, rtol=1e-4, atol=1e-6)
+    assert session.answer(0) == session.answer(2)
+
+    asked = session.next_picture()
+    assert asked in (0, 3, 5)
+    session.label([0], "red")
+    assert session.labels == {0: "red", 1: "red", 2: "red"}
+    assert read_labels(tmp_path / "checked.csv").labels == ["red"] * 3
+    groups = session.classifier.fitted_head_.groups
+    assert groups is not None
+    assert groups[-3:].unique().numel() == 1
+    assert groups.unique().numel() == len(SUPPORT_LABELS) + 1
+    assert session.next_picture() in (3, 5)
+    assert session.undo() == [0, 1, 2]
+    assert session.labels == {}
+
+
+def test_of_a_group_that_somebody_labelled_in_part_the_rest_is_asked_about(tmp_path: Path) -> None:
+    (tmp_path / "checked.csv").write_text("path,label\nnew/red-0.png,red\n")
+    session = grouped(tmp_path)
+    assert session.labels == {0: "red"}
+    assert session.shown() == [1, 3, 5]
+    session.label([1], "red")
+    assert session.labels == {0: "red", 1: "red", 2: "red"}
+    assert session.shown() == [0, 3, 5]

@@ -28,7 +28,7 @@ from fewshot_mahalanobis.apps import server
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.server import Server
 from fewshot_mahalanobis.apps.session import Session
-from tests.apps.test_label_table import coloured_classifier, with_two_new_colours, write_pictures
+from tests.apps.test_label_table import coloured_classifier, grouped, with_two_new_colours, write_pictures
 from tests.browser import NARROW, WIDE, chromium, contrast, drop, is_dark, keep, overflow
 from tests.tiny import LABELS, pictures
 
@@ -58,13 +58,14 @@ def test_the_commands_serve_a_checkpoint_a_model_file_or_pictures_on_this_machin
     for arguments in (
         ["app", "--model", "m.safetensors", "--no-browser"],
         ["app", "--model", "m.safetensors", "new", "-o", "labels.csv"],
-        ["review", "m.safetensors", "new", "--port", "7000"],
+        ["review", "m.safetensors", "new", "--port", "7000", "--group-by", "folder"],
     ):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
     assert "notes.png: not an image file" in result.stderr
     assert [session.counts() for session, *_ in made] == [{"blue": 3, "green": 3, "red": 2}] * 3
     assert [len(session.pictures) for session, *_ in made] == [0, 2, 2]
+    assert [session.shown() for session, *_ in made] == [[], [0, 1], [0]]
     tables = [session.table and str(session.table.path) for session, *_ in made]
     assert tables == [None, "labels.csv", "checked.csv"]
     assert [rest for _, *rest in made] == [
@@ -75,6 +76,8 @@ def test_the_commands_serve_a_checkpoint_a_model_file_or_pictures_on_this_machin
     for arguments, message in (
         (["--model", "m", "--checkpoint", "other"], "exclude each other"),
         (["--model", str(tmp_path / "none")], "no saved classifier"),
+        (["--group-by", "folder"], "name the images or the table that it groups"),
+        (["new", "--group-by", "seconds"], "it is folder, seconds=60 or column=NAME"),
     ):
         result = CliRunner().invoke(app, ["app", *arguments])
         assert result.exit_code == 1
@@ -333,6 +336,23 @@ def test_a_heap_of_pictures_that_look_alike_is_named_at_once_and_taken_back_by_o
         expect(page.locator("#shown")).to_have_text("none of these")
         assert shown() == ["purple"] * 5 + ["yellow"] * 6
         expect(page.locator("#selected")).to_have_text("None selected.")
+
+
+@pytest.mark.browser
+def test_a_key_labels_a_whole_group_which_is_shown_once(browser: Browser, tmp_path: Path) -> None:
+    session = grouped(tmp_path)
+    with visiting(browser, session) as page:
+        open_wall(page, "red")
+        expect(page.locator(".tile")).to_have_count(1)
+        expect(page.locator(".tile .name")).to_have_text("red-0.png and 2 more")
+        page.locator(".tile").click()
+        page.keyboard.press("1")
+        expect(page.locator("#progress")).to_contain_text("1 of 3 labelled")
+        assert labels_in(session) == {f"red-{number}.png": "red" for number in range(3)}
+        expect_ready(page)
+        page.keyboard.press("u")
+        expect(page.locator("#progress")).to_contain_text("0 of 3 labelled")
+        assert labels_in(session) == {}
 
 
 @pytest.mark.browser
