@@ -411,7 +411,7 @@ def test_every_answer_has_its_best_class_its_outlier_score_and_its_doubt(tmp_pat
     wanted = session.classifier.predict_all(sources(session), transductive=True)
     state = session.state()
     assert state["outlier_threshold"] == session.classifier.threshold_
-    for number, (_, _, _, best, unknown, _, doubt, score) in enumerate(state["pictures"]):
+    for number, (_, _, _, best, unknown, _, doubt, score, _) in enumerate(state["pictures"]):
         answer = session.answer(number)
         assert answer is not None
         assert answer.unknown == unknown == (4 <= number < 15)
