@@ -31,7 +31,7 @@ from scipy.spatial.distance import pdist
 from torch import Tensor
 from torch.nn import functional as F
 
-from fewshot_mahalanobis.cores import one_thread
+from fewshot_mahalanobis.cores import one_thread, one_thread_if_small
 from fewshot_mahalanobis.plain import plain
 from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 
@@ -52,13 +52,17 @@ _MOST_OF_CLASS = 1000
 _MOST_NAMED = 5
 
 
-@one_thread()
 def equal_rows(features: Tensor) -> NDArray[np.int64]:
     """Pairs (p, 2) of examples, of any classes, whose features (n, d) are equal but for rounding.
 
     Where features have few values, as counts and categories do, different examples can be equal by chance. So there
     must be eight columns in which most different rows differ.
     """
+    with one_thread_if_small(features):
+        return _equal_rows(features)
+
+
+def _equal_rows(features: Tensor) -> NDArray[np.int64]:
     x = features.detach().cpu().double()
     scale = torch.linalg.vector_norm(x, torch.inf, dim=0)
     scale = torch.where(scale > 0, scale, 1.0)
