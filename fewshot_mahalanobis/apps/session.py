@@ -326,9 +326,12 @@ class Session:
         grades: list[list[float | None]] = []
         if self._predictions is not None and self.classifier is not None:
             places = [names.index(str(label)) for label in self.classifier.classes_.tolist()]
+            every = self._predictions.probabilities
+            order = (-every).argsort(axis=1, kind="stable")[:, :9]
+            ordered = np.take_along_axis(every, order, axis=1).round(4)
             best = [
-                [[places[k], round(float(row[k]), 4)] for k in (-row).argsort(kind="stable")[:9]]
-                for row in self._predictions.probabilities
+                [[places[k], share] for k, share in zip(*row, strict=True)]
+                for row in zip(order.tolist(), ordered.tolist(), strict=True)
             ]
             grades = _grades(self.classifier, self._predictions)
         listed, heaps = [], self.heaps()
