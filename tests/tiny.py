@@ -82,13 +82,8 @@ def tiny_classifier(**arguments: Any) -> SimpleCNAPSClassifier:
     return SimpleCNAPSClassifier(tiny_model(), device="cpu", **arguments).fit(pictures(8, 1), LABELS)
 
 
-COLOURS = {
-    "blue": (40, 60, 220),
-    "green": (50, 190, 60),
-    "red": (210, 50, 50),
-    "yellow": (225, 215, 40),
-    "purple": (200, 40, 200),
-}
+COLOURS = {"blue": (40, 60, 220), "green": (50, 190, 60), "red": (210, 50, 50)}
+OTHER_COLOURS = {"yellow": (225, 215, 40), "purple": (200, 40, 200)}  # of no class
 SUPPORT_LABELS = ["red", "green", "blue", "green", "red", "red", "blue", "green"]
 QUERY_LABELS = ["blue", "red", "green", "red", "blue", "green", "green"]
 
@@ -96,7 +91,7 @@ QUERY_LABELS = ["blue", "red", "green", "red", "blue", "green", "green"]
 def drawn(labels: list[str], seed: int) -> NDArray[np.uint8]:
     """Noisy patches of the colour that the label names, (n, 24, 24, 3)."""
     rng = np.random.default_rng(seed)
-    colours = np.array([COLOURS[label] for label in labels])[:, None, None, :]
+    colours = np.array([(COLOURS | OTHER_COLOURS)[label] for label in labels])[:, None, None, :]
     return (colours + rng.integers(-35, 36, size=(len(labels), 24, 24, 3))).clip(0, 255).astype(np.uint8)
 
 
