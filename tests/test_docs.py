@@ -109,8 +109,8 @@ def the_same_examples_every_time() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*wordnet:UserWarning")  # ImageNet's hierarchy, which the page tells of
 @pytest.mark.parametrize(
     "page",
-    # tests/apps/test_label_correct_repeat.py runs that page, whose code and commands take turns.
-    [page for page in PAGES if blocks(page, "python") and page.stem != "label_correct_repeat"],
+    # tests/apps/test_label_correct_repeat.py runs two pages, whose code and commands take turns.
+    [page for page in PAGES if blocks(page, "python") and page.stem not in ("label_correct_repeat", "label_unknown")],
     ids=lambda page: page.stem,
 )
 def test_the_code_of_a_page_runs_from_top_to_bottom(

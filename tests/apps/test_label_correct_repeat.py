@@ -1,6 +1,6 @@
-"""docs/label_correct_repeat.md: its code and its commands run in their order and print what the page shows.
+"""docs/label_correct_repeat.md and label_unknown.md: their code and commands run in order and print what is shown.
 
-``python -m tests.apps.test_label_correct_repeat`` runs them and writes what they print into the page.
+``python -m tests.apps.test_label_correct_repeat`` runs them and writes what they print into the pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from fewshot_mahalanobis.networks import devices
 
 pytestmark = pytest.mark.docs
 
-PAGE = Path(__file__).parents[2] / "docs" / "label_correct_repeat.md"
+PAGE, UNKNOWN = (
+    Path(__file__).parents[2] / "docs" / f"{name}.md" for name in ("label_correct_repeat", "label_unknown")
+)
 #: A part of the page that runs: code and the lines that it prints, commands, answers to `review` and in the app.
 PART = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?P<printed>(?:\n(?: {4}[^\n]*\n)+)?)"
@@ -104,8 +106,8 @@ def with_counts(sentence: str, counts: list[int]) -> str:
     return re.sub(r"\d+(?= of 100|,|\.)", lambda _: str(next(numbers)), sentence)
 
 
-def page_as_it_runs() -> str:
-    """The page, with what everything on it prints; works in the current folder."""
+def as_it_runs(page: Path) -> str:
+    """A page, with what everything on it prints; works in the current folder."""
     names: dict[str, Any] = {}
 
     def run(part: re.Match[str]) -> str:
@@ -122,15 +124,21 @@ def page_as_it_runs() -> str:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(devices, "native_bfloat16", lambda device: False)
         warnings.simplefilter("ignore")  # as on a screen, the commands say themselves what there is to remark
-        return PART.sub(run, PAGE.read_text())
+        return PART.sub(run, page.read_text())
+
+
+def as_shown(page: Path) -> str:
+    """A page as it runs, once it is sure that it shows the same but for roundings; works in the current folder."""
+    shown, found = page.read_text(), as_it_runs(page)
+    assert NUMBER.sub("#", found) == NUMBER.sub("#", shown), "python -m tests.apps.test_label_correct_repeat mends it"
+    difference = np.array(NUMBER.findall(found), int) - np.array(NUMBER.findall(shown), int)
+    assert np.abs(difference).max() <= ROUNDING
+    return found
 
 
 def test_three_rounds_go_as_the_page_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shown, found = PAGE.read_text(), page_as_it_runs()
-    assert NUMBER.sub("#", found) == NUMBER.sub("#", shown), "python -m tests.apps.test_label_correct_repeat mends it"
-    difference = np.array(NUMBER.findall(found), int) - np.array(NUMBER.findall(shown), int)
-    assert np.abs(difference).max() <= ROUNDING
+    found = as_shown(PAGE)
     for way in (
         r"labels-\d.csv: (\d+) of 100 right",
         r"round \d: (\d+) of",
@@ -140,6 +148,13 @@ def test_three_rounds_go_as_the_page_tells(tmp_path: Path, monkeypatch: pytest.M
         assert len(right) == (6 if "answer" in way else 3)  # in review and in the app
         for before, one, two in zip(right[::3], right[1::3], right[2::3], strict=True):
             assert before + 10 < one < two  # a round is worth it
+
+
+def test_rounds_with_unknown_pictures_go_as_their_page_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    right = [int(count) for count in re.findall(r"doubts-\d.csv: (\d+) right", as_shown(UNKNOWN))]
+    assert len(right) == 4
+    assert right[0] + 10 < right[1] < right[2] < right[3]
 
 
 def test_the_code_that_checks_a_table_looks_at_rejected_pictures_first(
@@ -159,7 +174,8 @@ def test_the_code_that_checks_a_table_looks_at_rejected_pictures_first(
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        page = page_as_it_runs()
-    PAGE.write_text(page)
+    for page in (PAGE, UNKNOWN):
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            text = as_it_runs(page)
+        page.write_text(text)
