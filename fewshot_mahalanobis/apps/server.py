@@ -212,6 +212,7 @@ class _Interface:
             Route("/api/example", self._with_json(self.example), methods=["POST"]),
             Route("/api/state", self._with_json(lambda _: self.session.state())),
             Route("/api/curve", self._with_json(lambda _: self.session.curve())),
+            Route("/api/heaps", self._with_json(self.heaps)),
             Route("/api/nearest/{picture:int}", self.nearest),
             Route("/api/thumbnail/{run}/{picture:int}", self.thumbnail),
             Route("/api/picture/{run}/{picture:int}", self.picture),
@@ -294,6 +295,10 @@ class _Interface:
     def example(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.session.add_example()
         return self.session.state()
+
+    def heaps(self, asked: dict[str, Any]) -> dict[str, Any]:
+        version, heaps = self.session.heaps()
+        return {"version": version, "heaps": heaps}
 
     def nearest(self, request: Request) -> Response:
         found = self.session.neighbours(request.path_params["picture"])

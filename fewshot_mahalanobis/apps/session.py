@@ -213,7 +213,6 @@ class Session:
         self._answered: dict[int, int] = {}  # number of a picture -> row of the predictions
         self._predictions: Predictions | None = None
         self._by_labels: NDArray[np.floating] | None = None  # their probabilities, by the labelled pictures alone
-        self._heaps: dict[int, int] | None = None  # what :meth:`heaps` has found
         self._changes: list[dict[int, str | None]] = []  # what each answer has replaced
         self._passed: list[int] = []
         self._densities: tuple[Any, dict[int, float]] = None, {}  # of pictures by their numbers, and what they hold for
@@ -269,33 +268,29 @@ class Session:
         every = (self._members.get(self._group_of.get(number), [number]) for number in numbers)
         return [*dict.fromkeys(number for members in every for number in members)]
 
-    def heaps(self) -> dict[int, int]:
+    def heaps(self) -> tuple[int, list[list[int]]]:
         """Pictures without a label that are of no class and look like one another, as ``propose_classes`` finds them.
 
         Returns
         -------
-        dict of int to int
-            Number of a picture -> number of its heap. 0 is the largest heap, of equally large ones the tightest.
+        version : int
+            The :attr:`version` that they hold for.
+        heaps : list of list of int
+            Numbers of the pictures of each heap, the largest first, of equally large ones the tightest.
         """
         with self._lock:
-            if self._heaps is None:
-                self._heaps = self._proposed()
-            return self._heaps
-
-    def _proposed(self) -> dict[int, int]:
-        if self.classifier is None or self._predictions is None:
-            return {}
-        unknown = self._predictions.unknown
-        numbers = [n for n in self.shown() if n not in self.labels and n in self._answered]
-        numbers = [n for n in numbers if unknown[self._answered[n]]]
-        if not numbers:
-            return {}
-        features = self._features(self.classifier, numbers).adapted
-        every = np.ones(len(numbers), dtype=bool)
-        found = proposed_classes(self.classifier.fitted_head_, features, every, equal_rows(features))
-        largest_first = (-np.bincount(found[found >= 0])).argsort(kind="stable")
-        place = {int(heap): place for place, heap in enumerate(largest_first)}
-        return {number: place[heap] for number, heap in zip(numbers, found.tolist(), strict=True) if heap >= 0}
+            version, classifier, predictions = self.version, self.classifier, self._predictions
+            if classifier is None or predictions is None:
+                return version, []
+            numbers = [n for n in self.shown() if n not in self.labels and n in self._answered]
+            numbers = [n for n in numbers if predictions.unknown[self._answered[n]]]
+            if not numbers:
+                return version, []
+            features = self._features(classifier, numbers).adapted
+        every = np.ones(len(numbers), dtype=bool)  # from here on, answers need not wait
+        found = proposed_classes(classifier.fitted_head_, features, every, equal_rows(features))
+        of_each = [np.flatnonzero(found == heap).tolist() for heap in range(found.max() + 1)]
+        return version, [[numbers[place] for place in heap] for heap in sorted(of_each, key=len, reverse=True)]
 
     def state(self) -> dict[str, Any]:
         """Everything that a page shows, for JSON."""
@@ -334,14 +329,14 @@ class Session:
                 for row in zip(order.tolist(), ordered.tolist(), strict=True)
             ]
             grades = _grades(self.classifier, self._predictions)
-        listed, heaps = [], self.heaps()
+        listed = []
         for number in self.shown():
             picture, row = self.pictures[number], self._answered.get(number)
             unknown = row is not None and self._predictions is not None and bool(self._predictions.unknown[row])
             shares = None if row is None else best[row]
             grade = [None, None] if row is None else grades[row]
             label, size = self.labels.get(number), len(self._whole([number]))
-            listed.append([number, picture.name, label, shares, unknown, heaps.get(number), *grade, size])
+            listed.append([number, picture.name, label, shares, unknown, *grade, size])
         return listed
 
     def _sentences(self, names: list[str]) -> list[str]:
@@ -756,7 +751,7 @@ class Session:
     def _answer(self, classifier: SimpleCNAPSClassifier | None, labels: Mapping[int, str]) -> None:
         asked = [n for n, picture in self.pictures.items() if picture.place is not None or n not in labels]
         if classifier is None or not asked:
-            self._answered, self._predictions, self._by_labels, self._heaps = {}, None, None, None
+            self._answered, self._predictions, self._by_labels = {}, None, None
             return
         features = self._features(classifier, asked)
         # All pictures of a folder teach where the classes lie. Which one to ask about is chosen by the probabilities
@@ -767,7 +762,7 @@ class Session:
         predictions = classifier.predict_all(features, transductive=transductive, groups=groups)
         by_labels = classifier.predict_proba(features, groups=groups) if transductive else predictions.probabilities
         self._answered = {n: row for row, n in enumerate(asked)}
-        self._predictions, self._by_labels, self._heaps = predictions, by_labels, None
+        self._predictions, self._by_labels = predictions, by_labels
 
     def _fitted_to(self, labels: Mapping[int, str]) -> tuple[SimpleCNAPSClassifier | None, list[int | None]]:
         """A classifier that has learned these labels, and the pictures of the rows of its support set."""

@@ -6,7 +6,7 @@ const BATCH = 8; // pictures that are sent at a time
 const FRAME = 512; // longest side of a frame of the camera that is asked about
 
 let said = null; // what the program said last
-let curve = null, curveOf = null; // of which state
+let curve = null, heaps = [], foundOf = null; // of which state
 let shown; // to be called after every change
 let given = []; // names of classes that have no picture yet
 let pictures = [];
@@ -36,22 +36,37 @@ function take(state) {
   said = state;
   const names = said.classes.map(one => one.name);
   const threshold = said.outlier_threshold;
-  pictures = said.pictures.map(([id, name, label, best, unknown, heap, doubt, score, size]) => ({
-    id, heap, name: size > 1 ? `${name} and ${size - 1} more` : name, label: label === said.none ? "" : label,
+  pictures = said.pictures.map(([id, name, label, best, unknown, doubt, score, size]) => ({
+    id, name: size > 1 ? `${name} and ${size - 1} more` : name, label: label === said.none ? "" : label,
     answer: best && {best: best.map(([place, share]) => [names[place], share]), unknown, doubt, score, threshold},
   }));
+  placeOnHeaps();
   given = given.filter(name => !names.includes(name));
   shown();
-  findCurve();
+  findRest();
 }
 
-/** The curve of what it has learned, once nothing else is asked for. */
-async function findCurve() {
+/** Tell pictures which heap they are on; until new heaps are found, the old ones hold for those that still belong. */
+function placeOnHeaps() {
+  const of = new Map(pictures.map(one => [one.id, one]));
+  const belongs = id => of.get(id)?.label === null && of.get(id).answer?.unknown;
+  heaps = heaps.map(ids => ids.filter(belongs)).filter(ids => ids.length > 1);
+  heaps.forEach((ids, heap) => ids.forEach(id => { of.get(id).heap = heap; }));
+}
+
+/** Heaps of pictures and the curve of what it has learned: an answer does not wait for them. */
+async function findRest() {
   const version = said.version;
-  if (version === curveOf || !said.learned) return;
-  const found = await asked("GET", "curve").catch(() => null);
+  if (version === foundOf || !said.learned) return;
+  foundOf = version;
+  const found = await asked("GET", "heaps").catch(() => null);
+  if (found === null || said.version !== version || found.version !== version) return;
+  heaps = found.heaps;
+  placeOnHeaps();
+  shown();
+  const measured = await asked("GET", "curve").catch(() => null);
   if (said.version !== version) return;
-  [curve, curveOf] = [found, version];
+  curve = measured;
   shown();
 }
 

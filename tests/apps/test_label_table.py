@@ -377,32 +377,30 @@ def with_two_new_colours(folder: Path) -> Session:
 
 def test_pictures_of_no_class_that_look_alike_are_heaps_the_largest_first_until_they_are_named(tmp_path: Path) -> None:
     session = with_two_new_colours(tmp_path)
-    yellow, purple = range(9, 15), range(4, 9)
-    heaps = {**dict.fromkeys(purple, 1), **dict.fromkeys(yellow, 0)}
-    assert session.heaps() == heaps
-    assert [row[5] for row in session.state()["pictures"]] == [heaps.get(number) for number in session.pictures]
+    yellow, purple = [*range(9, 15)], [*range(4, 9)]
+    assert session.heaps() == (session.version, [yellow, purple])
     assert session.classifier is not None
     proposed = session.classifier.propose_classes(sources(session))
-    assert len({(heaps.get(number, -1), found) for number, found in enumerate(proposed.tolist())}) == 3
+    assert sorted(np.flatnonzero(proposed == heap).tolist() for heap in range(proposed.max() + 1)) == [purple, yellow]
 
-    session.label([*yellow], "sun")
-    assert session.heaps() == dict.fromkeys(purple, 0)
+    session.label(yellow, "sun")
+    assert session.heaps() == (session.version, [purple])
     assert session.counts()["sun"] == 6
     session.label([4, 5, 6], "other")  # of the others there are too few
-    assert session.heaps() == {}
+    assert session.heaps() == (session.version, [])
     session.undo()
     session.undo()
-    assert session.heaps() == heaps
+    assert session.heaps() == (session.version, [yellow, purple])
     assert session.labels == {}
 
 
 def test_a_classifier_that_rejects_none_has_no_heaps_and_no_threshold(paths: list[Path], tmp_path: Path) -> None:
     session = Session(coloured_classifier(), paths, tmp_path / "checked.csv")
-    assert session.heaps() == {}
+    assert session.heaps() == (session.version, [])
     state = session.state()
     assert state["outlier_threshold"] is None
-    assert {row[7] for row in state["pictures"]} == {None}
-    assert all(0 <= row[6] < 1 for row in state["pictures"])
+    assert {row[6] for row in state["pictures"]} == {None}
+    assert all(0 <= row[5] < 1 for row in state["pictures"])
 
 
 def test_every_answer_has_its_best_class_its_outlier_score_and_its_doubt(tmp_path: Path) -> None:
@@ -411,7 +409,7 @@ def test_every_answer_has_its_best_class_its_outlier_score_and_its_doubt(tmp_pat
     wanted = session.classifier.predict_all(sources(session), transductive=True)
     state = session.state()
     assert state["outlier_threshold"] == session.classifier.threshold_
-    for number, (_, _, _, best, unknown, _, doubt, score, _) in enumerate(state["pictures"]):
+    for number, (_, _, _, best, unknown, doubt, score, _) in enumerate(state["pictures"]):
         answer = session.answer(number)
         assert answer is not None
         assert answer.unknown == unknown == (4 <= number < 15)
