@@ -35,7 +35,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.plain import snapshot
 from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
-from fewshot_mahalanobis.support_set.copies import chained, checked_groups, distinct, equal_rows, group_names
+from fewshot_mahalanobis.support_set.copies import chained, checked_groups, equal_rows, group_names, once_each
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
@@ -297,6 +297,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         y: ArrayLike | None = None,
         groups: Iterable[Any] | None = None,
         unlabelled: Any = None,
+        unlabelled_groups: Iterable[Any] | None = None,
     ) -> SimpleCNAPSClassifier:
         """Adapt to a support set and return the classifier itself. After an error it is what it was before.
 
@@ -320,6 +321,9 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             may be of none; copies count once. The network is adapted to ``X`` alone. Of more than 2,000 images so
             many, evenly spread, are used, with a warning. For the heads "auto" and "mahalanobis"; one class alone
             learns nothing from them.
+        unlabelled_groups : sequence of m strings or numbers, optional
+            Unlabelled images of one group, such as frames of one burst, count once, by their mean, and not at all if
+            one of them is a labelled image. They are groups of their own, whatever ``groups`` are called.
 
         Raises
         ------
@@ -331,11 +335,17 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         """
         if y is None and (pairs := labelled_pairs(X)) is not None:
             X, y = pairs
-        self._fitted = snapshot(self)._fit(X, y, groups, unlabelled, None)
+        self._fitted = snapshot(self)._fit(X, y, groups, unlabelled, unlabelled_groups, None)
         return self
 
     def _fit(
-        self, X: Any, y: ArrayLike | None, groups: Iterable[Any] | None, unlabelled: Any, allowed: NDArray[Any] | None
+        self,
+        X: Any,
+        y: ArrayLike | None,
+        groups: Iterable[Any] | None,
+        unlabelled: Any,
+        unlabelled_groups: Iterable[Any] | None,
+        allowed: NDArray[Any] | None,
     ) -> _Fitted:
         """Return what ``fit`` learns. ``self`` is a copy, whose settings no other thread changes."""
         # 1. Check the settings, and load the pretrained model, on its device.
@@ -349,7 +359,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         known = self._of_classes(labels)
         self._check_classes(labels[known], allowed)
         priors = checked_priors(self.priors, np.unique(labels[known]), allowed)
-        others = self._unlabelled_batches(unlabelled, head, model)
+        others = self._unlabelled_batches(unlabelled, unlabelled_groups, head, model)
 
         # 3. Adapt the network to the images of classes.
         dtype, pictures = choose_dtype(self.precision, model.feature_extractor), list[torch.Tensor]()
@@ -373,28 +383,40 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         return _Fitted(network.device, model, self.precision, network, fitted_head, unadapted, allowed, small, paths)
 
     def _unlabelled_batches(
-        self, unlabelled: Any, head: Head[Any], model: SimpleCNAPS
-    ) -> ImageBatches | Features | None:
-        """Unlabelled images, or Features of them, to learn from. ValueError if the head does not learn from any."""
+        self, unlabelled: Any, groups: Iterable[Any] | None, head: Head[Any], model: SimpleCNAPS
+    ) -> tuple[ImageBatches | Features, list[Any] | None] | None:
+        """Unlabelled images, or Features of them, to learn from, and the names of their groups.
+
+        ValueError if the head does not learn from any.
+        """
         if unlabelled is None:
+            self._names_of_unlabelled(groups, None)
             return None
         head.check_learns_unlabelled()
         if isinstance(unlabelled, Features):
-            return unlabelled.rows_where(self._evenly(len(unlabelled.adapted)))
+            names = self._names_of_unlabelled(groups, len(unlabelled.adapted))
+            some = self._evenly(len(unlabelled.adapted))
+            return unlabelled.rows_where(some), None if names is None else [names[i] for i in some]
         with _naming_unlabelled():
             batches = self._batches(unlabelled, model.image_size, device_of(model), "unlabelled")
-            if len(some := self._evenly(batches.n_images)) < batches.n_images:
-                images: Subset[Any] = Subset(batches.images, some.tolist())
+        names = self._names_of_unlabelled(groups, batches.n_images)
+        if len(some := self._evenly(batches.n_images)) < batches.n_images:
+            images: Subset[Any] = Subset(batches.images, some.tolist())
+            names = None if names is None else [names[i] for i in some]
+            with _naming_unlabelled():
                 batches = self._batches(images, model.image_size, device_of(model), "unlabelled")
-        return batches
+        return batches, names
 
     def _unlabelled_features(
-        self, unlabelled: ImageBatches | Features | None, network: AdaptedNetwork, examples: torch.Tensor
+        self,
+        others: tuple[ImageBatches | Features, list[Any] | None] | None,
+        network: AdaptedNetwork,
+        examples: torch.Tensor,
     ) -> torch.Tensor | None:
         """Adapted features (m, d) of unlabelled images, without those of ``examples`` (n, d), and of copies one."""
-        if unlabelled is None:
+        if others is None:
             return None
-        n, copies = len(examples), list[NDArray[np.int64]]()
+        (unlabelled, names), n, copies = others, len(examples), list[NDArray[np.int64]]()
         if isinstance(unlabelled, Features):
             features = unlabelled.adapted.to(examples)
         else:
@@ -405,7 +427,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             if not unlabelled.is_narrow:
                 copies.append(same_pictures(torch.cat(pictures), features) + n)
         copies.append(equal_rows(torch.cat([examples, features])))
-        return features[distinct(n, len(features), np.concatenate(copies))]
+        return once_each(features, n, np.concatenate(copies), names)
 
     def _check_params(self) -> None:
         AdaptedFeatures._check_params(self)
@@ -488,6 +510,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         classes: ArrayLike | None = None,
         groups: Iterable[Any] | None = None,
         unlabelled: Any = None,
+        unlabelled_groups: Iterable[Any] | None = None,
     ) -> SimpleCNAPSClassifier:
         """Add support images of known or new classes.
 
@@ -510,6 +533,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             images so far; after :meth:`load`, copies of earlier images are recognised only if they are the same again.
         unlabelled : collection of m images, or Features, optional
             As for ``fit``; they join those of earlier calls, of which an image that has got a label is left out.
+        unlabelled_groups : sequence of m strings or numbers, optional
+            As for ``fit``, for the images of this call.
 
         Raises
         ------
@@ -517,17 +542,23 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             As ``fit``; a label is of another type than before or none of ``classes``, or these are not those of an
             earlier call. The fitted state is kept.
         """
-        self._fitted = snapshot(self)._fit_more(X, y, classes, groups, unlabelled)
+        self._fitted = snapshot(self)._fit_more(X, y, classes, groups, unlabelled, unlabelled_groups)
         return self
 
     def _fit_more(
-        self, X: Any, y: ArrayLike, classes: ArrayLike | None, groups: Iterable[Any] | None, unlabelled: Any
+        self,
+        X: Any,
+        y: ArrayLike,
+        classes: ArrayLike | None,
+        groups: Iterable[Any] | None,
+        unlabelled: Any,
+        unlabelled_groups: Iterable[Any] | None,
     ) -> _Fitted:
         """Return what ``partial_fit`` learns. ``self`` is a copy, as for ``_fit``."""
         fitted = getattr(self, "_fitted", None)
         allowed = allowed_classes(classes, fitted and fitted.allowed)
         if fitted is None:
-            return self._fit(X, y, groups, unlabelled, allowed)
+            return self._fit(X, y, groups, unlabelled, unlabelled_groups, allowed)
         self._check_params()
         before, network, unadapted = self.fitted_head_, fitted.network, fitted.unadapted
         batches = None if isinstance(X, Features) else self._query_batches(X, "partial_fit")
@@ -547,7 +578,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         check_allowed(labels[with_class], allowed)
         output_labels(np.unique(labels[with_class]), self.unknown_label)  # checked before the network runs
         priors = checked_priors(self.priors, np.unique(labels[with_class]), allowed)
-        others = self._unlabelled_batches(unlabelled, before.head, fitted.model)
+        others = self._unlabelled_batches(unlabelled, unlabelled_groups, before.head, fitted.model)
 
         if self.unknown_label is None:
             unadapted, old = None, Features(old.adapted)

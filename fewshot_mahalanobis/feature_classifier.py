@@ -16,7 +16,7 @@ from sklearn.utils.validation import validate_data
 from fewshot_mahalanobis.gaussians.support import class_means
 from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, MahalanobisHead, make_head
 from fewshot_mahalanobis.plain import snapshot
-from fewshot_mahalanobis.support_set.copies import checked_groups, distinct, equal_rows, group_names
+from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows, group_names, once_each
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
@@ -136,6 +136,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         y: ArrayLike,
         groups: Iterable[Any] | None = None,
         unlabelled: ArrayLike | None = None,
+        unlabelled_groups: Iterable[Any] | None = None,
     ) -> MahalanobisClassifier:
         """Fit the Gaussian of each class.
 
@@ -154,6 +155,9 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             far those of one class spread. They need not be of all classes, and some may be of none; equal ones count
             once. Of more than 2,000 so many, evenly spread, are used, with a warning. For the heads "auto" and
             "mahalanobis".
+        unlabelled_groups : sequence of m strings or numbers, optional
+            Unlabelled examples of one group, such as frames of one burst, count once, by their mean, and not at all if
+            one of them is a labelled example. They are groups of their own, whatever ``groups`` are called.
 
         Raises
         ------
@@ -166,15 +170,22 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             ``false_rejection_rate`` is smaller than so few examples can guarantee, or examples are copies; those in
             different classes are named.
         """
-        self._fitted = snapshot(self)._fit(X, y, groups, unlabelled)
+        self._fitted = snapshot(self)._fit(X, y, groups, unlabelled, unlabelled_groups)
         return self
 
-    def _fit(self, X: ArrayLike, y: ArrayLike, groups: Iterable[Any] | None, unlabelled: ArrayLike | None) -> _Fitted:
+    def _fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: Iterable[Any] | None,
+        unlabelled: ArrayLike | None,
+        unlabelled_groups: Iterable[Any] | None,
+    ) -> _Fitted:
         """Return what ``fit`` learns. ``self`` is a copy, whose settings no other thread changes."""
         self._check_params()
         columns, features, labels = self._checked(X, y)
         names = checked_groups(groups, len(labels))
-        pool = self._unlabelled(unlabelled, columns, features)
+        pool = self._unlabelled(unlabelled, unlabelled_groups, columns, features)
         return _Fitted(columns, self._fitted_to(features, labels, names, None, unlabelled=pool), None)
 
     def predict(self, X: ArrayLike, *, transductive: bool = False, groups: Iterable[Any] | None = None) -> NDArray[Any]:
@@ -223,6 +234,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         classes: ArrayLike | None = None,
         groups: Iterable[Any] | None = None,
         unlabelled: ArrayLike | None = None,
+        unlabelled_groups: Iterable[Any] | None = None,
     ) -> MahalanobisClassifier:
         """Add examples, of known or new classes: equal to ``fit`` on all examples given so far.
 
@@ -239,6 +251,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             As for ``fit``; equal groups of different calls are one.
         unlabelled : array-like of shape (m, d), optional
             As for ``fit``; they join those of earlier calls, of which an example that has got a label is left out.
+        unlabelled_groups : sequence of m strings or numbers, optional
+            As for ``fit``, for the examples of this call.
 
         Raises
         ------
@@ -246,7 +260,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             On invalid data, a label outside ``classes``, or ``classes`` other than an earlier call's. The estimator
             is then as it was.
         """
-        self._fitted = snapshot(self)._fit_more(X, y, classes, groups, unlabelled)
+        self._fitted = snapshot(self)._fit_more(X, y, classes, groups, unlabelled, unlabelled_groups)
         return self
 
     def _fit_more(
@@ -256,6 +270,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         classes: ArrayLike | None,
         groups: Iterable[Any] | None,
         unlabelled: ArrayLike | None,
+        unlabelled_groups: Iterable[Any] | None,
     ) -> _Fitted:
         """Return what ``partial_fit`` learns. ``self`` is a copy, as for ``_fit``."""
         fitted = getattr(self, "_fitted", None)
@@ -273,24 +288,31 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             labels = joined_labels(earlier_labels, labels)
             names = before.group_names + [None] * (earlier - len(before.labels)) + names
         check_allowed(labels[self._of_classes(labels)], allowed)
-        pool = self._unlabelled(unlabelled, columns, features)
+        pool = self._unlabelled(unlabelled, unlabelled_groups, columns, features)
         fitted_head = self._fitted_to(features, labels, names, allowed, before, earlier, pool)
         return _Fitted(columns, fitted_head, allowed)
 
     def _unlabelled(
-        self, unlabelled: ArrayLike | None, columns: BaseEstimator, features: NDArray[np.float64]
+        self,
+        unlabelled: ArrayLike | None,
+        groups: Iterable[Any] | None,
+        columns: BaseEstimator,
+        features: NDArray[np.float64],
     ) -> torch.Tensor | None:
         """Unlabelled examples (m, d) that differ from the ``features`` (n, d) and from each other; None without any."""
         if unlabelled is None:
+            self._names_of_unlabelled(groups, None)
             return None
         self._head().check_learns_unlabelled()
         try:
             checked = validate_data(columns, unlabelled, dtype=np.float64, reset=False, estimator=self)
         except ValueError as error:
             raise ValueError(f"unlabelled: {error}") from error
-        pool = torch.from_numpy(checked[self._evenly(len(checked))])
+        names = self._names_of_unlabelled(groups, len(checked))
+        some = self._evenly(len(checked))
+        pool = torch.from_numpy(checked[some])
         pairs = equal_rows(torch.cat([torch.from_numpy(features), pool]))
-        return pool[distinct(len(features), len(pool), pairs)]
+        return once_each(pool, len(features), pairs, None if names is None else [names[i] for i in some])
 
     def _checked(
         self, X: ArrayLike, y: ArrayLike, fitted: _Fitted | None = None

@@ -201,7 +201,16 @@ def fit(
     ] = None,
     unlabelled: Annotated[
         list[Path] | None,
-        typer.Option(help="Images without a label to learn from too: a file or a folder. May be given several times."),
+        typer.Option(
+            help="Images without a label to learn from too: a file, a folder or a table. May be given several times."
+        ),
+    ] = None,
+    group_by: Annotated[
+        str | None,
+        typer.Option(
+            help="Images of --unlabelled that show one thing and count once: those of one folder (folder), those taken "
+            "within N seconds of each other (seconds=N), or those of one name in a column of the table (column=NAME)."
+        ),
     ] = None,
     rows: Annotated[
         Rows,
@@ -300,7 +309,13 @@ def fit(
     with clear_errors():
         check_output(output)
         shares = None if priors is None else _shares(priors)
-        others = _find_pictures(unlabelled or []).images
+        if group_by is not None and not unlabelled:
+            raise ValueError(
+                f"--group-by {group_by} is for the images of --unlabelled. Groups of labelled ones are in a column of "
+                "their table: --groups COLUMN"
+            )
+        found, unlabelled_groups = _find_groups(unlabelled or [], group_by)
+        others = found.images
         if backbone is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --backbone exclude each other: both name the network")
         if model is not None and (given := [name for name in _OF_A_MODEL if _is_given(context, name)]):
@@ -348,6 +363,7 @@ def fit(
             labels,
             groups=group_names,
             unlabelled=others,
+            unlabelled_groups=unlabelled_groups,
             skip_errors=skip_errors,
             add=model is not None,
         )

@@ -134,6 +134,7 @@ def fit_files(
     *,
     groups: Sequence[Any] | None = None,
     unlabelled: Sequence[Picture] = (),
+    unlabelled_groups: Sequence[Any] | None = None,
     skip_errors: bool = False,
     add: bool = False,
 ) -> dict[Picture, str]:
@@ -153,7 +154,7 @@ def fit_files(
     """
     problems: dict[Picture, str] = {}
     try:
-        _fit(classifier, paths, labels, groups, unlabelled, add)
+        _fit(classifier, paths, labels, groups, unlabelled, unlabelled_groups, add)
         return problems
     except ImageError as error:
         first = error
@@ -169,9 +170,11 @@ def fit_files(
     if lost := sorted(set(labels) - {labels[index] for index in readable}):
         raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
     groups = None if groups is None else [groups[index] for index in readable]
-    unlabelled = [path for path in unlabelled if path not in problems]
+    others = [index for index, path in enumerate(unlabelled) if path not in problems]
+    unlabelled_groups = None if unlabelled_groups is None else [unlabelled_groups[index] for index in others]
+    unlabelled = [unlabelled[index] for index in others]
     paths, labels = [paths[index] for index in readable], [labels[index] for index in readable]
-    _fit(classifier, paths, labels, groups, unlabelled, add)
+    _fit(classifier, paths, labels, groups, unlabelled, unlabelled_groups if others else None, add)
     return problems
 
 
@@ -181,6 +184,7 @@ def _fit(
     labels: Sequence[str],
     groups: Sequence[Any] | None,
     unlabelled: Sequence[Picture],
+    unlabelled_groups: Sequence[Any] | None,
     add: bool,
 ) -> None:
     """Fit with a progress bar where somebody sees it."""
@@ -188,7 +192,7 @@ def _fit(
     try:
         classifier.set_params(verbose=int(sys.stderr.isatty()))
         (classifier.partial_fit if add else classifier.fit)(
-            paths, labels, groups=groups, unlabelled=[*unlabelled] or None
+            paths, labels, groups=groups, unlabelled=[*unlabelled] or None, unlabelled_groups=unlabelled_groups
         )
     finally:
         classifier.set_params(verbose=verbose)

@@ -129,16 +129,27 @@ def joined(n: int, pairs: NDArray[np.int64], names: Sequence[Any]) -> Tensor | N
     return None if number == n else torch.from_numpy(groups.astype(np.int64))
 
 
-def distinct(n: int, m: int, pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which of m unlabelled examples are distinct, (m',): no copies of n labelled ones, and of others' copies one.
+def once_each(unlabelled: Tensor, n: int, pairs: NDArray[np.int64], names: Sequence[Any] | None = None) -> Tensor:
+    """Unlabelled examples (m', d) that count: no copies of labelled ones, of other copies one, of a group its mean.
 
-    Unlabelled examples are numbered from n on in the pairs (p, 2) of copies.
+    Parameters
+    ----------
+    unlabelled : Tensor of shape (m, d)
+    n : int
+        Labelled examples.
+    pairs : int64 ndarray of shape (p, 2)
+        Copies among all n + m examples, of which the unlabelled ones are numbered from n on.
+    names : sequence of m, optional
+        Names of groups that the user gave. A group with a copy of a labelled example counts no further.
     """
-    groups = joined(n + m, pairs, [None] * (n + m))
+    m = len(unlabelled)
+    groups = joined(n + m, pairs, [None] * n + [*([None] * m if names is None else names)])
     if groups is None:
-        return np.arange(m)
+        return unlabelled
+    if names is not None:
+        unlabelled = group_means(unlabelled, groups[n:])[groups[n:].to(unlabelled.device)]
     first = np.sort(np.unique(groups.numpy(), return_index=True)[1])
-    return first[first >= n] - n
+    return unlabelled[first[first >= n] - n]
 
 
 def chained(groups: Tensor) -> NDArray[np.int64]:

@@ -25,13 +25,14 @@ from fewshot_mahalanobis.plain import plain, snapshot
 from fewshot_mahalanobis.support_set.calibration import check_settings
 from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 from fewshot_mahalanobis.support_set.copies import (
+    checked_groups,
     copies_found,
-    distinct,
     equal_rows,
     group_means,
     group_names,
     group_rows,
     near_twins,
+    once_each,
     warn_of_contradictions,
     warn_of_copies,
 )
@@ -96,7 +97,7 @@ class FittedHeadMixin(ClassifierMixin):
     ) -> tuple[FittedHead, Iterable[Features]]:
         """The head that classifies these queries, and they; with ``transductive`` it learns from all of them first.
 
-        Queries of one group are one unlabelled example, their mean.
+        Queries of one group are one unlabelled example, their mean, and none where one of them has a label.
         """
         head = self.fitted_head_
         if not transductive:
@@ -104,11 +105,22 @@ class FittedHeadMixin(ClassifierMixin):
         head.head.check_learns_unlabelled()
         every = [*batches]
         queries = torch.cat([features.adapted for features in every])
-        if groups is not None:
-            queries = group_means(queries, group_rows(groups, len(queries)))
-        some = queries[self._evenly(len(queries))]
+        names = None if groups is None else checked_groups(groups, len(queries))
+        some = queries[self._evenly(len(queries))] if names is None else queries
         copies = equal_rows(torch.cat([head.support.adapted.to(some), some]))
-        return head.with_unlabelled(some[distinct(len(head.labels), len(some), copies)]), every
+        some = once_each(some, len(head.labels), copies, names)
+        return head.with_unlabelled(some[self._evenly(len(some))]), every
+
+    def _names_of_unlabelled(self, groups: Iterable[Any] | None, m: int | None) -> list[Any] | None:
+        """Names of the groups of m unlabelled examples; ValueError if they do not fit, or there are no examples."""
+        if groups is None:
+            return None
+        if m is None:
+            raise ValueError(f"unlabelled_groups without unlabelled: give the {self._noun}s that they are of")
+        try:
+            return checked_groups(groups, m)
+        except ValueError as error:
+            raise ValueError(f"unlabelled_groups: {error}") from error
 
     def _evenly(self, m: int) -> NDArray[np.int64]:
         """Which of m unlabelled examples to learn from: all, or as many as there may be, evenly spread."""
@@ -357,7 +369,7 @@ class FittedHeadMixin(ClassifierMixin):
         if before is not None and before.pool is not None:
             pool = before.pool.features if unlabelled is None else torch.cat([before.pool.features, unlabelled])
             pairs = equal_rows(torch.cat([examples.adapted, pool]))
-            unlabelled = pool[distinct(len(labels), len(pool), pairs)]
+            unlabelled = once_each(pool, len(labels), pairs)
             unlabelled = unlabelled[self._evenly(len(unlabelled))]
         known = self._of_classes(labels)
         classes, codes = np.unique(labels[known], return_inverse=True)

@@ -246,6 +246,34 @@ def test_pictures_of_one_thing_get_one_label(how, photos, model, tmp_path):
         assert [placed[file.name] for file in files] == expected.labels.tolist()
 
 
+def test_unlabelled_pictures_of_one_thing_count_once(photos, checkpoint, tmp_path):
+    files = [tmp_path / "trap" / f"{i}.png" for i in range(6)]
+    (tmp_path / "trap").mkdir()
+    for file, source, seconds in zip(
+        files, sorted(photos.glob("*/*.png")), [0, 50, 200, 260, 1000, 1090], strict=False
+    ):
+        pixels = np.asarray(Image.open(source))[:, ::-1]
+        Image.fromarray(pixels.clip(10, 210)).save(file)
+        taken(file, seconds)
+    (tmp_path / "cut.png").write_bytes(b"no picture")
+    made, settings = tmp_path / "made.safetensors", ("--checkpoint", checkpoint, "--device", "cpu", "--skip-errors")
+    said = run("fit", photos, "-o", made, *settings, "--unlabelled", tmp_path / "trap", "--group-by", "seconds=60")
+    assert "and 4 unlabelled images" in said
+    fitted = SimpleCNAPSClassifier.load(made, device="cpu")
+    x = fitted.transform(files)
+    means = [x[:2].mean(axis=0), x[2:4].mean(axis=0), x[4], x[5]]
+    np.testing.assert_allclose(fitted.fitted_head_.pool.features, means, rtol=1e-4, atol=1e-5)
+    (tmp_path / "table.csv").write_text(
+        "\n".join(["path,thing", *(f"{file},{name}" for file, name in zip(files, "abcabc")), "cut.png,b"])
+    )
+    table = ("--unlabelled", tmp_path / "table.csv", "--group-by", "column=thing")
+    run("fit", photos, "-o", made, *settings, *table, status=3)  # one is skipped
+    assert len(SimpleCNAPSClassifier.load(made, device="cpu").fitted_head_.pool.features) == 3
+    assert "--group-by folder is for the images of --unlabelled" in run(
+        "fit", photos, "-o", made, *settings, "--group-by", "folder", status=1
+    )
+
+
 def test_groups_that_cannot_be_found_are_refused(photos, model, tmp_path):
     one = next(photos.glob("*/*.png"))
     (tmp_path / "table.csv").write_text(f"path,thing\n{one},\n")

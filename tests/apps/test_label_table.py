@@ -10,6 +10,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
@@ -452,6 +453,14 @@ def test_pictures_of_one_group_are_listed_once_and_share_answer_and_label(tmp_pa
     assert groups[-3:].unique().numel() == 1
     assert groups.unique().numel() == len(SUPPORT_LABELS) + 1
     assert session.next_picture() in (3, 5)
+    # Only the others are unlabelled pictures, one a group.
+    x = session.classifier.features(sources(session)).adapted
+    learned = session.classifier.fitted_head_.with_unlabelled(torch.stack([x[3:5].mean(dim=0), x[5]]))
+    shares = learned.log_probabilities(learned.logits(x[3:5]).mean(dim=0, keepdim=True)).exp()[0]
+    answer = session.answer(3)
+    assert answer is not None
+    found = [answer.probabilities[name] for name in session.classifier.classes_]
+    np.testing.assert_allclose(found, shares, rtol=1e-4, atol=1e-6)
     assert session.undo() == [0, 1, 2]
     assert session.labels == {}
 

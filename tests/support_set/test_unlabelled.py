@@ -14,7 +14,7 @@ from sklearn.base import clone
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.support_set import estimator
-from fewshot_mahalanobis.support_set.copies import distinct
+from fewshot_mahalanobis.support_set.copies import once_each
 from tests.tiny import LABELS, adapting_model, pictures, tiny_classifier
 
 CENTRES = np.random.default_rng(0).normal(size=(3, 40))
@@ -130,11 +130,73 @@ def test_labelling_an_example_takes_it_from_the_unlabelled_ones_and_equals_a_fit
 
 
 def test_copies_count_once() -> None:
-    assert distinct(2, 5, np.array([[0, 3], [4, 5], [5, 6]])).tolist() == [0, 2]
-    assert distinct(2, 3, np.empty((0, 2), np.int64)).tolist() == [0, 1, 2]
+    x = torch.arange(5.0)[:, None]
+    assert once_each(x, 2, np.array([[0, 3], [4, 5], [5, 6]])).ravel().tolist() == [0, 2]
+    assert once_each(x[:3], 2, np.empty((0, 2), np.int64)).ravel().tolist() == [0, 1, 2]
     doubled = MahalanobisClassifier().fit(X, NAMES[Y], unlabelled=np.concatenate([UNLABELLED, UNLABELLED[:20], X[:3]]))
     assert len(doubled.fitted_head_.pool.features) == 60
     np.testing.assert_allclose(doubled.predict_proba(QUERIES), fitted().predict_proba(QUERIES), rtol=1e-6)
+
+
+#: Four unlabelled bursts of unequal lengths, not in order; one has a labelled example among its frames.
+BURSTS = ["b", "a", 2, "a", "b", "b", "labelled", "a", 2, "labelled", "alone"]
+
+
+def burst_frames() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Frames, and the mean of each burst that has no label, one after another."""
+    frames = np.concatenate([UNLABELLED[:9], X[:1], UNLABELLED[9:10]])
+    means = [np.mean([x for x, name in zip(frames, BURSTS) if name == of], axis=0) for of in ("b", "a", 2, "alone")]
+    return frames, np.array(means)
+
+
+def test_a_group_of_unlabelled_examples_counts_once_by_its_mean() -> None:
+    frames, means = burst_frames()
+    found = MahalanobisClassifier().fit(X, NAMES[Y], unlabelled=frames, unlabelled_groups=iter(BURSTS))
+    np.testing.assert_allclose(found.fitted_head_.pool.features, means, rtol=1e-12)
+    expected = MahalanobisClassifier().fit(X, NAMES[Y], unlabelled=means)
+    np.testing.assert_allclose(found.predict_proba(QUERIES), expected.predict_proba(QUERIES), rtol=1e-9)
+    # They are groups of their own: a support example called "a" is in none of them.
+    named = MahalanobisClassifier().fit(X, NAMES[Y], ["a", "b", *"cdef"], frames, BURSTS)
+    assert len(named.fitted_head_.pool.features) == 4
+    step = fitted().partial_fit(QUERIES[:1], NAMES[OF[:1]], unlabelled=frames, unlabelled_groups=BURSTS)
+    np.testing.assert_allclose(step.fitted_head_.pool.features[60:], means[:3], rtol=1e-12)  # "alone" was there before
+    queries = MahalanobisClassifier().fit(X, NAMES[Y]).predict_proba(frames, transductive=True, groups=BURSTS)
+    logits = expected.fitted_head_.logits(torch.from_numpy(frames))
+    mean = logits[[i for i, name in enumerate(BURSTS) if name == "a"]].mean(dim=0, keepdim=True)
+    np.testing.assert_allclose(queries[1], expected.fitted_head_.log_probabilities(mean)[0].exp(), rtol=1e-9)
+
+
+def test_a_group_of_unlabelled_images_counts_once_by_its_mean() -> None:
+    support, more = pictures(8, 0), pictures(6, 1)
+    alone = SimpleCNAPSClassifier(adapting_model(), device="cpu").fit(support, LABELS)
+    frames, names = [*more, support[0]], ["a", "b", "a", "c", "b", "labelled", "labelled"]
+    classifier = SimpleCNAPSClassifier(adapting_model(), device="cpu", batch_size=4)
+    classifier.fit(support, LABELS, unlabelled=frames, unlabelled_groups=names)
+    x = alone.transform(more)
+    means = [x[[0, 2]].mean(axis=0), x[[1, 4]].mean(axis=0), x[3]]
+    np.testing.assert_allclose(classifier.fitted_head_.pool.features, means, rtol=1e-4, atol=1e-5)
+    step = alone.partial_fit(more[:1], ["red"], unlabelled=alone.features(more[1:]), unlabelled_groups=names[1:6])
+    x = alone.transform(more)
+    means = [x[[1, 4]].mean(axis=0), x[2], x[3], x[5]]
+    np.testing.assert_allclose(step.fitted_head_.pool.features, means, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_of_unlabelled_examples_that_do_not_fit_are_refused() -> None:
+    images, support = SimpleCNAPSClassifier(adapting_model(), device="cpu"), pictures(8, 0)
+    for groups, message in (
+        (["a"], "unlabelled_groups: {} examples but 1 groups: give each example a group"),
+        ("burst", "unlabelled_groups: groups must be a sequence of strings or numbers"),
+    ):
+        with pytest.raises(ValueError, match=message.format(60)):
+            MahalanobisClassifier().fit(X, NAMES[Y], unlabelled=UNLABELLED, unlabelled_groups=groups)
+        with pytest.raises(ValueError, match=message.format(3)):
+            images.fit(support, LABELS, unlabelled=pictures(3, 1), unlabelled_groups=groups)
+    for nothing, message in (
+        (lambda: MahalanobisClassifier().fit(X, NAMES[Y], unlabelled_groups=["a"]), "give the examples that they are"),
+        (lambda: images.fit(support, LABELS, unlabelled_groups=["a"]), "give the images that they are of"),
+    ):
+        with pytest.raises(ValueError, match=f"unlabelled_groups without unlabelled: {message}"):
+            nothing()
 
 
 def test_more_examples_than_are_used_are_sampled_evenly_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
