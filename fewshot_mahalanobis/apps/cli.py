@@ -19,9 +19,12 @@ import typer
 
 from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.apps.cli_options import (
+    Cache,
     Checkpoint,
     Device,
+    NoCache,
     SkipErrors,
+    cache_beside,
     check_output,
     clear_errors,
     number_of,
@@ -93,16 +96,6 @@ Category = Annotated[
 ]
 
 
-Cache = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache",
-        envvar="FEWSHOT_MAHALANOBIS_PICTURES",
-        help="Folder in which pictures and features are remembered, so that they are read once. Default: "
-        ".fewshot-mahalanobis beside the model.",
-    ),
-]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Remember nothing, and read every picture anew.")]
 FalseRejectionRate = Annotated[
     float | None,
     typer.Option(
@@ -352,7 +345,7 @@ def fit(
                 unknown_label=unknown_label,
                 false_rejection_rate=false_rejection_rate,
             )
-        classifier.set_params(memory=None if no_cache else cache or _cache_beside(output))
+        classifier.set_params(memory=None if no_cache else cache or cache_beside(output))
         labelled = _with_unknown_label(labelled, classifier.unknown_label)
         images, labels, group_names = labelled.images, labelled.labels, labelled.groups
         if groups == "none":
@@ -496,7 +489,7 @@ def predict(
             raise ValueError("--propose is for tables: a JSON file of boxes has no place for proposed classes")
         if coverage is not None and min_probability is not None:
             raise ValueError("--min-probability and --coverage exclude each other: both mark what is doubtful")
-        remembered = None if no_cache else cache or _cache_beside(model)
+        remembered = None if no_cache else cache or cache_beside(model)
         classifier = _at_rate(_loaded(model, device, remembered), false_rejection_rate)
         classes = classifier.classes_.tolist()
         if top_k > len(classes):
@@ -542,10 +535,6 @@ def predict(
     else:
         typer.echo(f"{output}: {number_of(len(rows) - len(skipped), 'image')} labelled")
     report_skipped(skipped, len(pictures))
-
-
-def _cache_beside(model: Path) -> Path:
-    return model.parent / ".fewshot-mahalanobis"
 
 
 def _loaded(model: Path, device: str, memory: Path | None) -> SimpleCNAPSClassifier:
@@ -749,6 +738,8 @@ def calibrate(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write; it may be MODEL itself.")],
     false_rejection_rate: FalseRejectionRate = None,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     device: Device = "auto",
 ) -> None:
     """Set the threshold of rejection from further images of known classes, without learning from them.
@@ -761,9 +752,8 @@ def calibrate(
         check_output(output)
         paths = _find_pictures(images).images
 
-        from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-
-        classifier = _at_rate(SimpleCNAPSClassifier.load(model, device=device), false_rejection_rate)
+        remembered = None if no_cache else cache or cache_beside(model)
+        classifier = _at_rate(_loaded(model, device, remembered), false_rejection_rate)
         classifier.calibrate(paths).save(output)
     interval = classifier.false_rejection_interval_
     assert interval is not None  # or there would be nothing to calibrate
@@ -841,7 +831,7 @@ def sort(
 
         from fewshot_mahalanobis.apps.sorting import sort_files
 
-        remembered = None if no_cache else cache or _cache_beside(model)
+        remembered = None if no_cache else cache or cache_beside(model)
         classifier = _at_rate(_loaded(model, device, remembered), false_rejection_rate)
         journal = None
         if (
@@ -1015,7 +1005,7 @@ def run_app(
         if model is None:
             start = load_checkpoint(checkpoint)
         else:
-            start = _loaded(model, device, None if no_cache else cache or _cache_beside(model))
+            start = _loaded(model, device, None if no_cache else cache or cache_beside(model))
         session = Session(start, paths, output if images else None, device=device, groups=groups)
         for path, problem in session.problems.items():
             typer.echo(f"{path}: {problem}", err=True)
@@ -1202,7 +1192,7 @@ def show_cache(
     from fewshot_mahalanobis.images.memory import MOST_BYTES, PictureMemory
 
     with clear_errors():
-        memory = PictureMemory(cache or _cache_beside(model))
+        memory = PictureMemory(cache or cache_beside(model))
         if clear:
             memory.clear()
         pictures, features, size = memory.contents()

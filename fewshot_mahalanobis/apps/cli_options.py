@@ -17,6 +17,16 @@ SKIPPED = 3
 Device = Annotated[str, typer.Option(help='"auto" (CUDA where there is one, else the CPU) or a torch device.')]
 Checkpoint = Annotated[str, typer.Option(help="Name, folder or Hub repository.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        envvar="FEWSHOT_MAHALANOBIS_PICTURES",
+        help="Folder in which pictures and features are remembered, so that they are read once. Default: "
+        ".fewshot-mahalanobis beside the model, or the results.",
+    ),
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Remember nothing, and read every picture anew.")]
 SkipErrors = Annotated[
     bool, typer.Option("--skip-errors", help="Leave out images that cannot be read, list them, and exit with status 3.")
 ]
@@ -28,6 +38,11 @@ class Precision(str, Enum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+def cache_beside(file: Path) -> Path:
+    """Folder in which a command that reads or writes a file remembers pictures."""
+    return file.parent / ".fewshot-mahalanobis"
 
 
 def check_output(path: Path, *, folder: bool = False) -> None:

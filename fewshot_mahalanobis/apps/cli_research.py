@@ -8,7 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from fewshot_mahalanobis.apps.cli_options import Device, Precision, Seed, clear_errors
+from fewshot_mahalanobis.apps.cli_options import (
+    Cache,
+    Device,
+    NoCache,
+    Precision,
+    Seed,
+    cache_beside,
+    clear_errors,
+)
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe, Recipe, read_recipe
 
 data_app = typer.Typer(no_args_is_help=True, help="Check or download the data sets in a folder.")
@@ -263,13 +271,16 @@ def evaluate(
     table: Form = TableFormat.markdown,
     plots: Plots = None,
     precision: EvaluationPrecision = Precision.auto,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
     """Measure accuracy on episodes of every source, with 95 % intervals.
 
     By default the checkpoint is evaluated with and without adaptation, with its own, the Mahalanobis and the Euclidean
-    head. The paper's figures for that source and method are shown beside, if there are any.
+    head. The paper's figures for that source and method are shown beside, if there are any. With -o or --cache the
+    pictures of the sources are read once.
 
     For example:
 
@@ -295,6 +306,7 @@ def evaluate(
             in_domain=in_domain,
             root=root,
             file=results,
+            memory=None if no_cache else cache or (results and cache_beside(results)),
             plots=plots,
             device=device,
             form=table.value,

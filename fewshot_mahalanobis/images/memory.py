@@ -40,8 +40,10 @@ __all__ = [
     "Contents",
     "PictureMemory",
     "file_contents",
+    "is_small",
     "remembered_in",
     "square_key",
+    "square_key_of_bytes",
     "square_of",
     "stored",
 ]
@@ -280,7 +282,7 @@ def file_contents(path: str | os.PathLike[Any], size: int) -> FileContents | Non
     """Digest of a file's contents; None if there is none to read, or if it is read as fast as its square would be."""
     try:
         stamp = _stamp(path)
-        if stamp[0] < _SMALL * size * size * 3 or not os.path.isfile(path):  # noqa: PTH113 (not a pipe, which blocks)
+        if is_small(stamp[0], size) or not os.path.isfile(path):  # noqa: PTH113 (not a pipe, which blocks)
             return None
         digest = hashlib.sha256()
         with open(path, "rb") as file:  # noqa: PTH123
@@ -291,6 +293,11 @@ def file_contents(path: str | os.PathLike[Any], size: int) -> FileContents | Non
     return FileContents(digest.digest(), stamp)
 
 
+def is_small(n_bytes: int, size: int) -> bool:
+    """Whether a file of so many bytes is read as fast as its square would be."""
+    return n_bytes < _SMALL * size * size * 3
+
+
 def _stamp(path: str | os.PathLike[Any]) -> tuple[int, ...]:
     status = os.stat(path)  # noqa: PTH116
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
@@ -299,7 +306,16 @@ def _stamp(path: str | os.PathLike[Any]) -> tuple[int, ...]:
 def square_key(contents: FileContents, item: Any, size: int, reading: Reading) -> bytes:
     """Key of the square of a file or of a region of it."""
     region = (item.box, item.margin, item.normalized, item.picture_size) if isinstance(item, Region) else None
-    depends_on = (_VERSION, _decoders(), contents.digest, region, size, reading)
+    return _square_key(contents.digest, region, size, reading)
+
+
+def square_key_of_bytes(contents: bytes, box: tuple[int, ...] | None, size: int, negative: bool) -> bytes:
+    """Key of the square of a part of the bytes of a file, as data sets are read: its colours may be inverted."""
+    return _square_key(hashlib.sha256(contents).digest(), box, size, negative)
+
+
+def _square_key(digest: bytes, part: Any, size: int, how: Reading | bool) -> bytes:
+    depends_on = (_VERSION, _decoders(), digest, part, size, how)
     return SQUARE + hashlib.sha256(repr(depends_on).encode()).digest()
 
 

@@ -1,6 +1,6 @@
-"""Readers open the images of a source on demand, for sources that do not fit into memory.
+"""Readers give the images of a source on demand, for sources that do not fit into memory.
 
-A reader opens image ``i`` of a list. :class:`LazyImages` gives it the interface of a uint8 array. Pickled readers hold
+A reader gives image ``i`` of a list. :class:`LazyImages` gives it the interface of a uint8 array. Pickled readers hold
 no open files: each process opens its own.
 """
 
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 import zipfile
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +23,8 @@ from PIL import Image, ImageOps
 
 from fewshot_mahalanobis.images.decode import decode_batches
 from fewshot_mahalanobis.images.formats import open_image, whole_files
-from fewshot_mahalanobis.images.picture import MAX_PIXELS, check_header, to_square_array
+from fewshot_mahalanobis.images.memory import PictureMemory, is_small, square_key_of_bytes, square_of, stored
+from fewshot_mahalanobis.images.picture import MAX_PIXELS, Square, check_header, chosen, to_square
 
 #: Maximum size of a zip member in bytes: the largest accepted image, uncompressed (178,956,970 pixels x 3).
 _MAX_MEMBER_SIZE = 2**29
@@ -28,14 +32,40 @@ _MAX_MEMBER_SIZE = 2**29
 _BATCH = 256
 
 
+class EncodedImage(NamedTuple):
+    """An image as a file has it.
+
+    Attributes
+    ----------
+    contents : bytes
+        Of the file.
+    box : tuple of four int, optional
+        Crop: left, top, right and bottom, in pixels.
+    negative : bool
+        Invert the colours.
+    """
+
+    contents: bytes
+    box: tuple[int, int, int, int] | None = None
+    negative: bool = False
+
+    def opened(self) -> Image.Image:
+        """As a PIL image; decoded if it is cropped or inverted."""
+        image = open_image(io.BytesIO(self.contents), MAX_PIXELS, [])
+        check_header(image)
+        if self.box is not None:
+            image = image.crop(self.box)
+        return ImageOps.invert(image.convert("RGB")) if self.negative else image
+
+
 class Reader(Protocol):
-    """Index -> PIL image, which may be opened lazily."""
+    """Index -> image."""
 
     def __len__(self) -> int:
         """Number of images."""
 
-    def __call__(self, index: int) -> Image.Image:
-        """Image ``index``."""
+    def __call__(self, index: int) -> EncodedImage | Image.Image:
+        """Image ``index``; a PIL image is decoded."""
 
     def describe(self, index: int) -> str:
         """Name of image ``index`` in messages."""
@@ -44,14 +74,15 @@ class Reader(Protocol):
 class LazyImages:
     """Images of a reader, resized to squares, with the interface of a uint8 array (n, size, size, 3).
 
-    Nothing is cached: every access decodes, several images in ``workers`` threads. The index is an int, a slice, or an
-    array of ints or bools.
+    Every access decodes, several images in ``workers`` threads, unless a ``memory`` has the squares of their files. The
+    index is an int, a slice, or an array of ints or bools.
     """
 
-    def __init__(self, reader: Reader, size: int, workers: int = 1) -> None:
+    def __init__(self, reader: Reader, size: int, workers: int = 1, memory: PictureMemory | None = None) -> None:
         self.reader = reader
         self.size = size
         self.workers = workers
+        self.memory = memory
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -70,7 +101,7 @@ class LazyImages:
             An image cannot be read. The message names it.
         """
         if isinstance(index, int | np.integer):
-            return self._decode(int(index))
+            return self[[int(index)]][0]
         if isinstance(index, slice):
             indices: Sequence[int] = range(*index.indices(len(self)))
         else:
@@ -78,23 +109,41 @@ class LazyImages:
             indices = (np.flatnonzero(index) if index.dtype == bool else index).tolist()
         decoded = np.empty((len(indices), self.size, self.size, 3), np.uint8)
         batches = [indices[start : start + _BATCH] for start in range(0, len(indices), _BATCH)]
-        start = 0
-        for images in decode_batches(self._decode, batches, threads=min(self.workers, len(indices))):
+        start, new = 0, deque[tuple[bytes, bytes]]()
+        for images in decode_batches(partial(self._decode, new), batches, threads=min(self.workers, len(indices))):
             decoded[start : start + len(images)] = images
             start += len(images)
+            if self.memory is not None:
+                self.memory.put(dict(new.popleft() for _ in range(len(new))))
         return decoded
 
-    @whole_files
-    def _decode(self, index: int) -> NDArray[np.uint8]:
+    def _decode(self, new: deque[tuple[bytes, bytes]], index: int) -> NDArray[np.uint8]:
+        """Decode an image; what is to be remembered is added to ``new``."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         index %= len(self)
         try:
-            return to_square_array(self.reader(index), self.size)
+            square = self._square(self.reader(index), new)
         except MemoryError:
             raise
         except Exception as error:  # Pillow's decoders and zipfile raise a dozen unrelated types on damaged data
             raise ValueError(f"cannot read image {self.reader.describe(index)}: {error}") from error
+        for remark in square.remarks:
+            warnings.warn(remark, stacklevel=3)
+        return square.pixels
+
+    @whole_files
+    def _square(self, image: EncodedImage | Image.Image, new: deque[tuple[bytes, bytes]]) -> Square:
+        if not isinstance(image, EncodedImage):
+            return to_square(chosen(image), self.size)
+        if self.memory is None or is_small(len(image.contents), self.size):
+            return to_square(chosen(image.opened()), self.size)
+        key = square_key_of_bytes(image.contents, image.box, self.size, image.negative)
+        if key in (known := self.memory.get([key])):
+            return square_of(known[key], self.size)
+        square = to_square(chosen(image.opened()), self.size)
+        new.append((key, stored(square)))
+        return square
 
 
 @dataclass(frozen=True)
@@ -132,13 +181,13 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __call__(self, index: int) -> Image.Image:
-        """Image ``index``, opened; decoded if it is cropped or inverted."""
-        image = open_image(io.BytesIO((self.root / os.fsdecode(self.names[index])).read_bytes()), MAX_PIXELS, [])
-        check_header(image)
-        if self.boxes is not None:
-            image = image.crop(tuple(self.boxes[index].tolist()))
-        return ImageOps.invert(image.convert("RGB")) if self.negative else image
+    def __call__(self, index: int) -> EncodedImage:
+        """Image ``index``."""
+        contents = (self.root / os.fsdecode(self.names[index])).read_bytes()
+        if self.boxes is None:
+            return EncodedImage(contents, None, self.negative)
+        left, top, right, bottom = self.boxes[index].tolist()
+        return EncodedImage(contents, (left, top, right, bottom), self.negative)
 
     def describe(self, index: int) -> str:
         """Location of image ``index``, for messages."""
@@ -156,11 +205,11 @@ class ZipMembers:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __call__(self, index: int) -> Image.Image:
-        """Image ``index``, opened."""
+    def __call__(self, index: int) -> EncodedImage:
+        """Image ``index``."""
         if self._opened is None or self._opened[0] != os.getpid():  # forked processes share the file position
             self._opened = os.getpid(), zipfile.ZipFile(self.path)
-        return open_image(io.BytesIO(_member(self._opened[1], self.names[index].decode())), MAX_PIXELS, [])
+        return EncodedImage(_member(self._opened[1], self.names[index].decode()))
 
     def describe(self, index: int) -> str:
         """Location of image ``index``, for messages."""

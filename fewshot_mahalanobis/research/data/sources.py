@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fewshot_mahalanobis.images.decode import to_network_range
 from fewshot_mahalanobis.images.folders import find_images, image_names, natural_key
+from fewshot_mahalanobis.images.memory import PictureMemory
 from fewshot_mahalanobis.research.data.hierarchy import Hierarchy
 from fewshot_mahalanobis.research.data.readers import ImageFiles, LazyImages, Reader, ZipMembers
 
@@ -62,6 +63,13 @@ class ImageSource:
         """Return the image indices of each class, in class order."""
         order = np.argsort(self.labels, kind="stable")
         return np.split(order, np.cumsum(np.bincount(self.labels, minlength=len(self.class_names)))[:-1])
+
+    def remembering(self, memory: PictureMemory | None) -> ImageSource:
+        """Return the same source; squares of its files are looked up in a memory, and those that are new put there."""
+        images = self.images
+        if isinstance(images, LazyImages):
+            images = LazyImages(images.reader, images.size, images.workers, memory)
+        return replace(self, images=images)
 
     def in_memory(self) -> ImageSource:
         """Return the same source with all images decoded, size^2 x 3 bytes each."""

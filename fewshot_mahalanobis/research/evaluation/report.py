@@ -15,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+from fewshot_mahalanobis.images.memory import remembered_in
 from fewshot_mahalanobis.networks.devices import choose_device, choose_dtype, precision_name
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines import METHODS
@@ -120,6 +121,7 @@ def evaluate(
     variants: Mapping[str, Variant] | None = None,
     root: str | Path | None = None,
     file: str | Path | None = None,
+    memory: str | Path | None = None,
     progress: bool = True,
 ) -> list[Result]:
     """Evaluate one model on every source, at every number of shots or with variable ways and shots.
@@ -137,6 +139,8 @@ def evaluate(
     file : path, optional
         JSON file of results, written after every source. What it already holds of this model, on the same episodes,
         is not computed again.
+    memory : path, optional
+        Folder in which pictures are remembered, as ``memory`` of :class:`~fewshot_mahalanobis.SimpleCNAPSClassifier`.
     progress : bool
         Show progress bars.
 
@@ -159,7 +163,8 @@ def evaluate(
     if file is not None and Path(file).exists():
         stored = {result.key: result for result in read_results(file)}
     digest, dtype = _digest(model), choose_dtype(settings.precision, model.feature_extractor)
-    opened, results = open_sources(sources, root, model.image_size), []
+    remembered, results = remembered_in(memory), list[Result]()
+    opened = [source.remembering(remembered) for source in open_sources(sources, root, model.image_size)]
     if settings.protocol == "fixed":
         _check_sizes(opened, settings)
     for source in tqdm(opened, desc="sources", disable=not progress):
@@ -307,6 +312,7 @@ def evaluate_checkpoints(
     in_domain: Sequence[str] | None = None,
     root: str | Path | None = None,
     file: str | Path | None = None,
+    memory: str | Path | None = None,
     plots: str | Path | None = None,
     device: str = "auto",
     form: str = "markdown",
@@ -316,7 +322,7 @@ def evaluate_checkpoints(
     Parameters
     ----------
     compared : Compared
-    sources, settings, root, file
+    sources, settings, root, file, memory
         As for :func:`evaluate`.
     in_domain : sequence of str, optional
         Data sets that a checkpoint was trained on, for the averages. Known for a single named checkpoint.
@@ -349,7 +355,7 @@ def evaluate_checkpoints(
     elif len(compared.names) == 1:
         in_domain = IN_DOMAIN.get(first)
     evaluated = {
-        name: evaluate(model, sources, settings, variants=columns.variants[name], root=root, file=file)
+        name: evaluate(model, sources, settings, variants=columns.variants[name], root=root, file=file, memory=memory)
         for name, model in columns.models.items()
     }
     results, gains = evaluated[first], []

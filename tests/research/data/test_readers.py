@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fewshot_mahalanobis.images.memory import PictureMemory
 from fewshot_mahalanobis.research.data.readers import Bitmaps, ImageFiles, LazyImages
 from fewshot_mahalanobis.research.data.sources import load_source
 
@@ -80,3 +81,38 @@ def test_bitmaps_of_several_files_follow_each_other(tmp_path):
     (tmp_path / "1.npy").write_bytes(b"no array")
     with pytest.raises(ValueError, match=r"cannot read image row 2 of .*1\.npy"):
         LazyImages(Bitmaps(paths, [2, 3]), 3)[4]
+
+
+def test_remembered_images_differ_by_crop_colours_and_size(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    memory = PictureMemory(tmp_path / "memory")
+    boxes = [None, [(0, 0, 20, 20)], [(5, 5, 25, 25)]]
+    readers = [ImageFiles.of(tmp_path, ["a.png"], box, negative) for box in boxes for negative in (False, True)]
+    for _ in range(2):
+        found = [LazyImages(reader, size, memory=memory)[0] for reader in readers for size in (16, 20)]
+        expected = [LazyImages(reader, size)[0] for reader in readers for size in (16, 20)]
+        assert all(map(np.array_equal, found, expected))
+    assert memory.contents().pictures == 12
+
+
+def test_what_was_noticed_of_a_remembered_image_is_said_again(tmp_path):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8))
+    image.save(tmp_path / "a.png", icc_profile=b"no profile")
+    memory = PictureMemory(tmp_path / "memory")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="colour profile"):
+            LazyImages(ImageFiles.of(tmp_path, ["a.png"]), 16, memory=memory)[0]
+    assert memory.contents().pictures == 1
+
+
+def test_a_zip_s_images_are_remembered_by_their_bytes(zipped, tmp_path):
+    memory = PictureMemory(tmp_path / "memory")
+    expected = load_source(zipped, size=6).images
+    source = load_source(zipped, size=6, lazy=True).remembering(memory)
+    assert np.array_equal(source.in_memory().images, expected)
+    assert memory.contents().pictures == len(expected)
+    zipped.rename(tmp_path / "renamed.zip")
+    again = load_source(tmp_path / "renamed.zip", size=6, lazy=True).remembering(memory)
+    assert np.array_equal(again.in_memory().images, expected)
+    assert memory.contents().pictures == len(expected)

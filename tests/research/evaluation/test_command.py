@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPS
@@ -185,3 +187,83 @@ def test_checkpoints_go_by_their_own_names_where_the_paper_has_none(folder, chec
     columns = [f"{first}, not adapted{title}" if title else f"{first}", f"{second}, adapted{title}"]
     assert [cell.strip() for cell in table.splitlines()[0].split("|")[2:4]] == columns
     assert f"average of 2, less {columns[0]}, 3-way 1-shot" in table
+
+
+# -------------------------------------------------------------------- pictures are read once
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each picture whose pixels were decoded."""
+    pictures, load = list[None](), ImageFile.ImageFile.load
+
+    def counted(image: Any) -> Any:
+        pictures.extend([None] if image.tile else [])
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted)
+    return pictures
+
+
+@pytest.fixture
+def own(folder: Path, tmp_path: Path) -> Path:
+    """Sources that a test may change, as bitmaps: they have one size whatever they show."""
+    for name in ("omniglot/test", "photos"):
+        for file in (folder / name).rglob("*.png"):
+            place = tmp_path / "own" / name / file.parent.name / f"{file.stem}.bmp"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            Image.open(file).save(place)
+    (tmp_path / "own" / "checkpoint").symlink_to(folder / "checkpoint")
+    return tmp_path / "own"
+
+
+SCORES = ("--shot", 1, "--format", "json")
+
+
+def test_a_second_evaluation_reads_no_picture(own: Path, tmp_path: Path, decoded: list[None]) -> None:
+    expected = run(own, *SCORES, "--no-cache", "-o", tmp_path / "none.json")
+    assert not (tmp_path / ".fewshot-mahalanobis").exists()
+    assert len(decoded) == 60
+    for name, number in (("first", 60), ("second", 0)):
+        decoded.clear()
+        assert run(own, *SCORES, "-o", tmp_path / f"{name}.json") == expected
+        assert len(decoded) == number
+    decoded.clear()
+    assert run(own, *SCORES, "--cache", tmp_path / ".fewshot-mahalanobis") == expected
+    assert decoded == []
+
+
+def test_without_a_file_of_results_there_is_no_place_to_remember_in(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run(own, *SCORES)
+    assert not list(tmp_path.rglob(".fewshot-mahalanobis"))
+
+
+def test_a_changed_picture_is_evaluated_anew(own: Path, tmp_path: Path, decoded: list[None]) -> None:
+    """Also those of the same names, sizes and, by a trick, dates."""
+    memory = ("--cache", tmp_path / "memory")
+    before = run(own, *SCORES, *memory)
+    rng = np.random.default_rng(1)
+    for file in (own / "photos").rglob("*.bmp"):
+        status = file.stat()
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(file)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert file.stat().st_size == status.st_size
+    decoded.clear()
+    after = run(own, *SCORES, *memory)
+    assert len(decoded) == 30
+    assert after == run(own, *SCORES, "--no-cache") != before
+
+
+def test_damaged_entries_are_computed_again(own: Path, tmp_path: Path, decoded: list[None]) -> None:
+    memory = ("--cache", tmp_path / "memory")
+    expected = run(own, *SCORES, *memory)
+    with sqlite3.connect(tmp_path / "memory" / "pictures.sqlite") as database:
+        database.execute("UPDATE entries SET value = CAST(substr(value, 1, 100) AS BLOB)")
+    database.close()
+    decoded.clear()
+    assert run(own, *SCORES, *memory) == expected
+    assert len(decoded) == 60
