@@ -608,12 +608,23 @@ def test_what_one_command_has_read_the_others_take_from_the_cache(checkpoint, ph
     assert not cache.exists()
     run(*given)
     assert f"{cache}: 9 pictures and" in run("cache", model)
+    fewer = tmp_path / "fewer.csv"  # to which the network adapts anew
+    paths = sorted(photos.glob("*/*.png"))[1:]
+    fewer.write_text("\n".join(["path,label", *(f"{path},{path.parent.name}" for path in paths)]))
+    adapting_anew = ("fit", fewer, "-o", tmp_path / "other.safetensors", "--checkpoint", checkpoint)
+    run(*adapting_anew, "--no-cache")
+    expected_of_fewer = run("predict", tmp_path / "other.safetensors", photos, "--proba", "--no-cache")
+    assert expected_of_fewer != expected
     with monkeypatch.context() as patch:
         patch.setattr(ImageFile.ImageFile, "load", None)  # no file can be decoded
         assert run("predict", model, photos, "--proba") == expected
         run("sort", model, photos, "-o", tmp_path / "sorted")
         run("fit", "--from", model, photos, "-o", tmp_path / "more")
         run(*given)
+        run(*adapting_anew)
+        assert run("predict", tmp_path / "other.safetensors", photos, "--proba") == expected_of_fewer
+        run("fit", photos, "-o", model, "--checkpoint", checkpoint, "--unknown-label", "other")
+        run("calibrate", model, photos, "-o", model)
     assert f"{cache}: 0 pictures and 0 times features" in run("cache", model, "--clear")
     other = tmp_path / "elsewhere"
     run("predict", model, photos, "--cache", other)
