@@ -83,7 +83,8 @@ class Journal:
                 stream.write(_line(batch))
         except OSError as error:
             raise OSError(
-                f"cannot write {self.file}: {error.strerror}. It has the answers so far: repeat the command to go on"
+                f"cannot write {self.file}: {error.strerror}. It has the answers so far: mend that (a full disk needs "
+                "room), then repeat the command to go on"
             ) from error
         self._header_is_written = True
 

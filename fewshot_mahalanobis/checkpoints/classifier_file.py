@@ -298,7 +298,7 @@ def _write(path: str | os.PathLike[str], kind: str, header: _Header, tensors: di
         try:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:  # raised by the library on a full disk
-            raise OSError(f"{path} cannot be written: {error}") from error
+            raise OSError(f"{path} cannot be written: {error}. Make room there, and try again") from error
 
 
 def _format(kind: str) -> str:

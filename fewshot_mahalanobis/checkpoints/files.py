@@ -18,6 +18,9 @@ _LACKING = {
     *(errno.EXDEV, errno.EBUSY, errno.ENOLCK),
 }
 
+#: What a full disk says, and a quota that is used up.
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
 
 @contextmanager
 def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> Iterator[Path]:
@@ -44,11 +47,11 @@ def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> 
     Raises
     ------
     OSError
-        As for :func:`check_writable`.
+        As for :func:`check_writable`, or the disk is full.
     """
     path = Path(path)
     target = _target(path)
-    with _temporary_folder(path, target) as folder:
+    with naming_a_full_disk(path), _temporary_folder(path, target) as folder:
         temporary = folder / path.name
         temporary.touch(0o666)  # reads the umask; asking for it would change it in other threads
         if mode is None:
@@ -61,6 +64,17 @@ def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> 
             with suppress(OSError):
                 temporary.chmod(mode)
         _rename(temporary, target)
+
+
+@contextmanager
+def naming_a_full_disk(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name in the error of a full disk what could not be written, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise OSError(f"cannot write {path}: {error.strerror}. Make room there, and try again") from error
 
 
 @contextmanager
@@ -85,7 +99,7 @@ def check_writable(path: Path) -> None:
     Its folder is missing or cannot be written to, the file is write-protected, or something else than a file or folder
     stands there, such as a device or a pipe.
     """
-    with _temporary_folder(path, _target(path)):
+    with naming_a_full_disk(path), _temporary_folder(path, _target(path)):
         pass
 
 
@@ -149,6 +163,8 @@ def _temporary_folder(path: Path, target: Path) -> Iterator[Path]:
     try:
         made = tempfile.TemporaryDirectory(prefix=_prefix(target), dir=target.parent)
     except OSError as error:
+        if error.errno in _FULL:
+            raise
         raise type(error)(f"cannot write {path} in the folder {target.parent}: {error.strerror}") from error
     with made as folder:
         yield Path(folder)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -52,6 +53,8 @@ __all__ = [
 SQUARE, FEATURES = b"s", b"f"
 #: Most bytes of a database: some ten thousand pictures of 224 pixels.
 MOST_BYTES = 2_000_000_000
+#: Bytes of the disk that are left to others, such as the model and the table that are written beside the database.
+_STAYS_FREE = 100_000_000
 #: Entries used within so many seconds stay. Where there is no room beside them, nothing new is remembered: else a
 #: collection that is too large would drop its first pictures for its last, and find none of them the next time.
 _STAYS = 3600
@@ -85,8 +88,8 @@ class Contents(NamedTuple):
 class PictureMemory:
     """Bytes by key, in a database in a folder, for threads and programs at a time.
 
-    What cannot be remembered (no permission, a full disk) is said once in a warning; everything is then computed, as
-    without a memory. So is what cannot be read.
+    What cannot be remembered (no permission, a disk that is nearly full) is said once in a warning; everything is then
+    computed, as without a memory. So is what cannot be read.
 
     Parameters
     ----------
@@ -103,6 +106,7 @@ class PictureMemory:
         self._connection: sqlite3.Connection | None = None
         self._process = 0
         self._is_usable = True
+        self._said_full = False
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
         """Those of the keys that are remembered, with their values."""
@@ -154,9 +158,11 @@ class PictureMemory:
         """Forget everything, and give the room back."""
 
         def forget(database: sqlite3.Connection) -> None:
+            database.execute("PRAGMA journal_mode = OFF")  # for which a full disk has no room
             database.execute("DELETE FROM entries")
             database.commit()
             database.execute("VACUUM")
+            database.execute("PRAGMA journal_mode = DELETE")
 
         if (self.folder / _NAME).exists():
             self._with_database(forget)
@@ -166,6 +172,15 @@ class PictureMemory:
         (pages,), (free,), (size,) = (
             database.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
         )
+        if more > free * size and shutil.disk_usage(self.folder).free < more + _STAYS_FREE:
+            if not self._said_full:
+                warnings.warn(
+                    f"no more pictures are remembered in {self.folder}, whose disk has less than "
+                    f"{_STAYS_FREE / 1e6:.0f} MB left. Others are read from their files",
+                    stacklevel=2,
+                )
+            self._said_full = True
+            return False
         needed = (pages - free) * size + more - self.most_bytes
         if needed <= 0:
             return True

@@ -28,6 +28,7 @@ from fewshot_mahalanobis.checkpoints.files import (
     readable_file,
     remove_leftovers,
 )
+from fewshot_mahalanobis.export.web_page.page_files import page_folder
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result, write_results
 from fewshot_mahalanobis.research.evaluation.shots_and_ways import plot_curves
 from fewshot_mahalanobis.research.training.run import RunFolder, resnet18_weights
@@ -281,6 +282,29 @@ def test_other_failures_of_renaming_are_errors_and_leave_the_old_file(code, tmp_
     with pytest.raises(OSError, match=re.escape(os.strerror(getattr(errno, code)))):
         replaced_file(tmp_path / "a.txt", "new")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("writing", [atomic_replace, page_folder])
+def test_a_full_disk_is_named_with_the_remedy_and_leaves_what_was_there(writing, code, tmp_path):
+    path = tmp_path / "place"
+
+    def write() -> None:
+        with writing(path) as temporary:
+            (temporary / "half" if temporary.is_dir() else temporary).write_text("half")
+            raise OSError(code, os.strerror(code))
+
+    said = re.escape(f"cannot write {path}: {os.strerror(code)}. Make room there, and try again")
+    with pytest.raises(OSError, match=said):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", [check_writable, lambda path: replaced_file(path, "new")])
+def test_a_disk_without_room_for_a_folder_is_full_too(call, tmp_path, monkeypatch):
+    lacking(monkeypatch, "tempfile.mkdtemp", errno.ENOSPC)
+    with pytest.raises(OSError, match=r"cannot write .*a\.txt: No space.*Make room"):
+        call(tmp_path / "a.txt")
 
 
 # ------------------------------------------------------------------------------------- links and devices

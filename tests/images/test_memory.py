@@ -176,6 +176,27 @@ def test_a_full_disk_costs_nothing_but_the_memory(paths: list[Path], memory: Pic
     assert torch.equal(tensor(paths, PictureMemory(memory.folder)), tensor(paths, None))
 
 
+def test_the_last_bytes_of_a_disk_are_left_to_others(
+    paths: list[Path], memory: PictureMemory, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered already is still found, and what is forgotten makes room."""
+    tensor(paths[:2], memory)
+    before = memory.contents()
+    free = type("Usage", (), {"free": 99_000_000})
+    monkeypatch.setattr(memory_module.shutil, "disk_usage", lambda folder: free)
+    expected = tensor(paths, None)
+    decoded.clear()
+    with pytest.warns(UserWarning, match="less than 100 MB left") as said:
+        found = [tensor(paths, memory) for _ in range(2)]
+    assert len(said) == 1
+    assert all(torch.equal(each, expected) for each in found)
+    assert sorted(decoded) == sorted(2 * ["2.png", "3.png", "4.png"])
+    assert memory.contents() == before
+    memory.clear()
+    assert memory.contents().pictures == 0
+    assert memory.contents().size < before.size
+
+
 def test_old_entries_make_room_and_those_in_use_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10_000
     monkeypatch.setattr(memory_module.time, "time", lambda: now)

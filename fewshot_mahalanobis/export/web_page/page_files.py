@@ -23,7 +23,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from fewshot_mahalanobis import __version__
-from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.checkpoints.files import atomic_replace, naming_a_full_disk
 
 #: The npm package onnxruntime-web, where a public server has its files, and the SHA-384 of those that a page needs.
 RUNTIME_VERSION = "1.30.0"
@@ -50,7 +50,8 @@ def page_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """
     folder = Path(folder)
     earlier = _earlier_files(folder)
-    with TemporaryDirectory(prefix=".saving-page-", dir=folder.absolute().parent) as name:
+    parent = folder.absolute().parent
+    with naming_a_full_disk(folder), TemporaryDirectory(prefix=".saving-page-", dir=parent) as name:
         yield Path(name)
         _put_in_place(Path(name), folder, earlier)
 
