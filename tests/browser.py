@@ -15,6 +15,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 #: Pictures of the pages are kept in this folder where the variable names one.
 SCREENSHOTS = "FEWSHOT_MAHALANOBIS_SCREENSHOTS"
+#: Roles of what needs a name.
+_NAMED = {*"button checkbox combobox DisclosureTriangle image link listbox option region spinbutton textbox".split()}
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 #: Relative luminances of the text of an element and of what is behind it (WCAG 2.2), in the page's own words.
@@ -76,6 +78,15 @@ def drop(page: Page, files: Sequence[Path], place: str = "body") -> None:
         }""",
         contents,
     )
+
+
+def nameless(page: Page) -> list[str]:
+    """Roles of what a screen reader says without a name, though one can act on it or look at it."""
+    session = page.context.new_cdp_session(page)
+    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+    session.detach()
+    roles = [node["role"]["value"] for node in nodes if not node["ignored"] and not node.get("name", {}).get("value")]
+    return [role for role in roles if role in _NAMED]
 
 
 def contrast(page: Page, selector: str) -> float:

@@ -51,6 +51,10 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_ELSEWHERE = (
+    "This request is from another site. If it came through a proxy, let that pass on the host: in nginx, "
+    "proxy_set_header X-Forwarded-Host $http_host;"
+)
 _WORDS = {
     "where": "",
     "kept": "What you teach is here until the command stops. Everybody who opens this page sees the same.",
@@ -164,7 +168,7 @@ class _Guard:
     def _problem(self, request: Request) -> Response | None:
         """The answer to a request that is not let through."""
         if not _is_own(request):
-            return JSONResponse({"error": "This request is from another site."}, 403)
+            return JSONResponse({"error": _ELSEWHERE}, 403)
         if self._token is None:
             return None
         given = request.query_params.get("token")

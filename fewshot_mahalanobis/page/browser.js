@@ -146,17 +146,19 @@ function learnNothing() {
 
 /** Features, labels and groups of what the page goes on from and of its own pictures, and examples of no class. */
 async function supportSet(support, labels, {features}) {
-  const table = {features: [], unadapted: [], labels: [], groups: [], negatives: [], unadaptedNegatives: []};
+  const table = {features: [], unadapted: [], labels: [], groups: [], groupNames: [], negatives: [], unadaptedNegatives: []};
   if (start) {
     const {tensors, header} = start;
     Object.assign(table, supportOf(tensors));
     table.labels = table.labels.map(label => labels.indexOf(header.labels.classes[label]));
+    table.groupNames = [...header.fitted.group_names ?? table.labels.map(() => null)];
   }
   const first = table.labels.length, free = 1 + Math.max(-1, ...table.groups);
   for (const one of support) {
     table.features.push(Float64Array.from(features.get(one.id)));
     table.unadapted?.push(Float64Array.from(one.frozen));
     table.labels.push(labels.indexOf(one.label));
+    table.groupNames.push(null);
   }
   for (const one of ofNone()) {
     if (!features.has(one.id)) continue; // it has come meanwhile
@@ -420,7 +422,8 @@ async function classifierFile() {
     fitted: {...header.fitted, priors, settled: {name: "auto", settings: fitted.settings}, temperature: fitted.temperature,
       unknown_label: rejects ? options.unknown : null, threshold: fitted.outliers?.threshold ?? null,
       false_rejection_rate: options.falseRejectionRate,
-      units: fitted.outliers?.units ?? null, group_names: null},
+      units: fitted.outliers?.units ?? null,
+      group_names: table.groupNames.some(name => name !== null) ? table.groupNames : null},
   });
 }
 

@@ -98,7 +98,10 @@ function showWall() {
   if (unanswered.length) groups.set(null, unanswered);
   const heaps = heapsOf(state.pictures), all = new Map([...groups, ...heaps]);
   if (isHeap(wall.label) && heaps.size) wall.label = Math.min(wall.label, heaps.size - 1); // others have gone
-  if (!all.has(wall.label)) wall = {label: [...groups].find(([, own]) => own.length)?.[0] ?? "", first: 0};
+  if (!all.has(wall.label)) {
+    const full = [...groups].filter(([, own]) => own.length), open = full.find(([, own]) => own.some(one => one.label === null));
+    wall = {label: (open ?? full[0])?.[0] ?? "", first: 0};
+  }
   const sure = one => one.label !== null ? 1 : -(one.answer?.doubt ?? 1), own = all.get(wall.label);
   own.sort((one, other) => sure(one) - sure(other) || one.id - other.id);
   const heapShown = isHeap(wall.label), perPage = heapShown ? Infinity : PER_PAGE; // a heap is named at once
@@ -106,7 +109,7 @@ function showWall() {
   showCount();
   element("tabs").replaceChildren(...[...groups].filter(([, of]) => of.length).map(([name, of]) => {
     const tab = choice("", tabName(name), undefined, () => turnTo(name, 0));
-    tab.append(textElement("span", of.length.toLocaleString("en")));
+    tab.append(" ", textElement("span", tally(of)));
     tab.setAttribute("aria-pressed", name === wall.label);
     return tab;
   }));
@@ -129,6 +132,14 @@ function showWall() {
   heap = shownHeap;
   current = Math.max(0, Math.min(current, onWall.length - 1));
   showSelection();
+}
+
+/** How many pictures have no label yet, and how many have one. */
+function tally(own) {
+  const labelled = own.filter(one => one.label !== null).length, counts = [];
+  if (labelled < own.length) counts.push((own.length - labelled).toLocaleString("en"));
+  if (labelled) counts.push(`${labelled.toLocaleString("en")} ✓`);
+  return counts.join(" + ");
 }
 
 const tabName = name => name === null ? "not answered yet" : named(name);

@@ -791,7 +791,7 @@ const standardisedSum = (scores, units) =>
 
 /** A head fitted to the features of a support set, calibrated.
  *
- *  `unadapted`, `groups` and `negatives` (examples of no class) of a support set may be absent, and `priors` (shares of
+ *  `unadapted`, `groups`, `groupNames` and `negatives` (examples of no class) of a support set may be absent, and `priors` (shares of
  *  the classes with sum one, equal if null). Made by `FittedHead.fit`, or of what a file has: {settings, temperature,
  *  priors, outliers: null or {threshold, units}}; `fit` adds the spread of left-out scores to the outliers. */
 export class FittedHead {
@@ -854,10 +854,21 @@ export class FittedHead {
 /** A support set in which each example is a group of its own if it had no groups. */
 const complete = support => ({...support, groups: support.groups ?? [...support.labels.keys()]});
 
-/** Groups of a support set that keep near twins together as well (`nearTwins` of support_set/copies.py). */
-function withTwins({features, labels, groups}) {
+/** Groups of a support set that keep near twins together as well (`near_twins` of support_set/copies.py), but for those
+ *  that are both in groups that the user named. */
+function withTwins({features, labels, groups, groupNames}) {
   const joined = new Map(), root = group => joined.has(group) ? root(joined.get(group)) : group;
-  const directions = features.map(normalised);
+  const isNamed = row => Boolean(groupNames) && groupNames[row] !== null;
+  for (const [one, other] of nearTwins(features, labels)) {
+    const [own, their] = [root(groups[one]), root(groups[other])];
+    if (own !== their && !(isNamed(one) && isNamed(other))) joined.set(own, their);
+  }
+  return joined.size ? groups.map(root) : groups;
+}
+
+/** Pairs of examples that are implausibly near for their class: the chains of clusters of twins. */
+function nearTwins(features, labels) {
+  const directions = features.map(normalised), found = [];
   for (const label of unique(labels)) {
     const rows = [...labels.keys()].filter(row => labels[row] === label), n = rows.length, pairs = [];
     if (n < 4 || n > MOST_OF_CLASS) continue;
@@ -867,22 +878,21 @@ function withTwins({features, labels, groups}) {
         pairs.push([Math.sqrt(squaredLength(difference(directions[one], directions[other]))), one, other]);
       }
     }
-    const clusters = new Map(rows.map(row => [row, {rows: [row], height: 0}]));
+    const clusters = new Map(rows.map((row, number) => [row, {number, rows: [row], height: 0}]));
+    let made = n;
     for (const [height, one, other] of pairs.sort((a, b) => a[0] - b[0])) {
-      const [first, second] = [clusters.get(one), clusters.get(other)];
-      if (first === second) continue;
-      for (const cluster of [first, second]) {
-        if (cluster.rows.length < 2 || 2 * cluster.rows.length > n || !(cluster.height < TWIN_SHARE * height)) continue;
-        for (const row of cluster.rows) {
-          const [own, their] = [root(groups[row]), root(groups[cluster.rows[0]])];
-          if (own !== their) joined.set(own, their);
-        }
+      const joining = [clusters.get(one), clusters.get(other)];
+      if (joining[0] === joining[1]) continue;
+      for (const {rows: own, height: its} of joining) {
+        if (own.length < 2 || 2 * own.length > n || !(its < TWIN_SHARE * height)) continue;
+        for (let k = 1; k < own.length; k++) found.push([own[k - 1], own[k]]);
       }
-      const whole = {rows: [...first.rows, ...second.rows], height};
+      joining.sort((a, b) => a.number - b.number); // the order of a chain, as in Python
+      const whole = {number: made++, rows: joining.flatMap(cluster => cluster.rows), height};
       for (const row of whole.rows) clusters.set(row, whole);
     }
   }
-  return joined.size ? groups.map(root) : groups;
+  return found;
 }
 
 /** Choose the temperature and, where queries may be rejected, the outlier score (support_set/calibration.py).

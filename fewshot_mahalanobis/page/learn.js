@@ -102,7 +102,7 @@ function choice(key, name, share, onclick) {
   button.addEventListener("click", onclick);
   if (key !== "") button.append(textElement("kbd", key), " ");
   button.append(name);
-  if (share !== undefined) button.append(textElement("span", percent(share)));
+  if (share !== undefined) button.append(" ", textElement("span", percent(share)));
   return button;
 }
 
@@ -245,6 +245,7 @@ function showAnswers(asked) {
 
 function answerCard({id, name}) {
   const [card] = addCards([name]), input = card.querySelector(".choices input"), details = card.querySelector("details");
+  card.querySelector(".choices").setAttribute("aria-label", `What is ${name}?`);
   const drawing = engine.drawing(id);
   drawing.setAttribute("aria-label", name);
   card.dataset.id = id;

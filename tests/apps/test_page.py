@@ -29,7 +29,7 @@ from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.server import Server
 from fewshot_mahalanobis.apps.session import Session
 from tests.apps.test_label_table import coloured_classifier, grouped, with_two_new_colours, write_pictures
-from tests.browser import NARROW, WIDE, chromium, contrast, drop, is_dark, keep, overflow
+from tests.browser import NARROW, WIDE, chromium, contrast, drop, is_dark, keep, nameless, overflow
 from tests.tiny import LABELS, pictures
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
@@ -175,7 +175,7 @@ def test_questions_are_answered_by_keys(page: Page, session: Session) -> None:
     for number, (key, place) in enumerate([("1", 0), ("2", 1), ("0", None)], start=1):
         name = asked_about(page)
         texts = page.locator("#choices button").all_inner_texts()
-        choices = [re.sub(r"\d+%$", "", text).split(" ", 1) for text in texts]
+        choices = [re.sub(r" \d+%$", "", text).split(" ", 1) for text in texts]
         assert [shown for shown, _ in choices] == ["1", "2", "3", "0", "s"]
         page.keyboard.press(key)
         expect_labelled(page, number)
@@ -303,6 +303,7 @@ def test_a_heap_of_pictures_that_look_alike_is_named_at_once_and_taken_back_by_o
         assert shown() == ["yellow"] * 6
         expect(page.locator("#selected")).to_have_text("6 selected. What are they?")
         keep(page, "page-heap")
+        assert nameless(page) == []
         page.keyboard.press("PageDown")
         expect(page.locator("#shown")).to_have_text("These 5 look like one thing")
         expect(page.locator("#after")).to_be_disabled()
@@ -437,6 +438,7 @@ def test_classes_are_taught_asked_corrected_and_forgotten(browser: Browser, tmp_
         page.locator(".answer summary").first.click()
         expect(page.locator(".answer .nearest li")).to_have_count(6)
         keep(page, "page-taught", full_page=True)
+        assert nameless(page) == []
 
         page.locator(".answer").first.get_by_role("button", name="none of these").click()
         expect(page.locator("#none .count")).to_have_text("1 picture")
@@ -474,6 +476,7 @@ def test_it_is_readable_wide_narrow_and_dark(page: Page) -> None:
             page.keyboard.press(key)
             expect(page.locator(f"body.{view}")).to_have_count(1)
             assert is_dark(page) == (scheme == "dark")
+            assert nameless(page) == []
             for name, size in (("", WIDE), ("-narrow", NARROW)):
                 page.set_viewport_size(size)
                 for text in texts:

@@ -174,7 +174,14 @@ def test_other_sites_can_neither_read_nor_change_anything(paths: list[Path]) -> 
         for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
             assert send(place, "/api/examples", paths[:1], {"label": "red"}, **headers)[0] == 403
         assert call(place, "GET", "/api/state")[1]["pictures"] == []
-        for headers in ({"Origin": f"http://{place}"}, {"Sec-Fetch-Site": "same-origin", "Origin": "https://a.proxy"}):
+        of_proxy = {"Origin": "http://a.proxy:8080"}
+        refused = send(place, "/api/examples", paths[:1], {"label": "red"}, **of_proxy)
+        assert (refused[0], "X-Forwarded-Host" in refused[1]["error"]) == (403, True)
+        for headers in (
+            {"Origin": f"http://{place}"},
+            {"Sec-Fetch-Site": "same-origin", "Origin": "https://a.proxy"},
+            {**of_proxy, "X-Forwarded-Host": "a.proxy:8080"},
+        ):
             assert send(place, "/api/examples", paths[:1], {"label": "red"}, **headers)[0] == 200
 
 

@@ -9,7 +9,7 @@ const rows = table => table.map(row => Float64Array.from(row));
 
 const results = await Promise.all(JSON.parse(readFileSync(tasks, "utf8")).map(async task => {
   const support = {features: rows(task.features), unadapted: rows(task.unadapted), labels: task.labels,
-    groups: task.groups, negatives: rows(task.negatives), unadaptedNegatives: rows(task.unadapted_negatives)};
+    groups: task.groups, groupNames: task.names, negatives: rows(task.negatives), unadaptedNegatives: rows(task.unadapted_negatives)};
   const {temperature, reject, priors, twins} = task;
   const fitted = FittedHead.fit(support, {temperature, falseRejectionRate: 0.2, reject, priors, twins});
   const groups = task.groups ?? [...task.labels.keys()];

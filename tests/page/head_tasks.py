@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fewshot_mahalanobis.support_set.copies import joined
+
 Numbers = NDArray[np.float64]
 
 
 def write_tasks(path: Path) -> None:
-    """Write all tasks as JSON: features (n, d), labels, groups or null, examples of no class, queries, how to fit."""
+    """Write all tasks as JSON: features (n, d), labels, groups and names or null, examples of none, queries, how to fit."""
     path.write_text(json.dumps([*map(_plain, head_tasks())]))
 
 
@@ -54,6 +56,7 @@ def head_tasks() -> list[dict[str, Any]]:
             reject=True,
             negatives=4,
         ),
+        _task("altered copies, some in named groups", [6, 4, 5], 24, groups=copied, names=_names(), twins=True, reject=True),
         _task("priors", [3, 5, 4], 16, priors=[0.7, 0.1, 0.2]),
         _task("priors, one of them zero, and none", [4, 4, 4], 16, reject=True, negatives=3, priors=[0.5, 0.0, 0.5]),
         _task("examples that are all equal", [3, 3], 12, noise=0.0, distance=0.0),
@@ -64,6 +67,12 @@ def _groups_of_copies() -> list[int]:
     return [0, 0, 0, 1, 1, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9]
 
 
+def _names() -> list[str | None]:
+    """Names of groups of `_groups_of_copies`: one of three copies has none, two have two names, two share one."""
+    names = dict.fromkeys(range(15), None) | {0: "a", 2: "b", 3: "c", 4: "d", 8: "e", 12: "f", 13: "f", 14: "f"}
+    return [*names.values()]
+
+
 def _task(
     name: str,
     shots: Sequence[int],
@@ -71,6 +80,7 @@ def _task(
     *,
     positive: bool = False,
     groups: list[int] | None = None,
+    names: list[str | None] | None = None,
     copies: bool = False,
     twins: bool = False,
     reject: bool = False,
@@ -94,7 +104,9 @@ def _task(
         first = {group: index for index, group in reversed([*enumerate(groups or [])])}
         nearly = features[[first[group] for group in groups or []]]
         features = nearly + (0.1 if twins else 1e-3) * rng.normal(size=nearly.shape)
-    groups = None if twins else groups
+    if twins:
+        found = None if names is None else joined(len(labels), np.empty((0, 2), np.int64), names)
+        groups = None if found is None else found.tolist()
     queries = np.concatenate([drawn(rng.permutation(labels)[:6]), 3 * rng.normal(size=(2, width)) ** 2])
     of_none = 1.5 * rng.normal(size=(negatives, width))
     of_none = np.exp(of_none) if positive else of_none
@@ -105,6 +117,7 @@ def _task(
         "unadapted": features @ mixing,
         "labels": labels,
         "groups": groups,
+        "names": names,
         "negatives": of_none,
         "unadapted_negatives": of_none @ mixing,
         "queries": queries,

@@ -50,7 +50,7 @@ def fitted_head(task: dict[str, Any]) -> FittedHead:
     if task["negatives"] and task["reject"]:
         rows = (torch.tensor(task[name]).double() for name in ("negatives", "unadapted_negatives"))
         negatives = Features(*rows)
-    groups = task["groups"]
+    names = task["groups"] if task["names"] is None else task["names"]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*cannot guarantee false_rejection_rate")
         return FittedHead.fit(
@@ -62,7 +62,7 @@ def fitted_head(task: dict[str, Any]) -> FittedHead:
             false_rejection_rate=0.2,
             priors=None if task["priors"] is None else np.array(task["priors"]),
             negatives=negatives,
-            group_names=groups,
+            group_names=names,
             twins=near_twins(support.adapted, torch.tensor(task["labels"])) if task["twins"] else None,
         )
 

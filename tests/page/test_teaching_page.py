@@ -21,7 +21,7 @@ from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpo
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.teaching import export_teaching_page
 from fewshot_mahalanobis.networks import devices
-from tests.browser import NARROW, WIDE, contrast, drop, is_dark, keep, overflow, requests_of
+from tests.browser import NARROW, WIDE, contrast, drop, is_dark, keep, nameless, overflow, requests_of
 from tests.images.test_same_picture import COPIES, photographs
 from tests.page.web_server import served
 from tests.tiny import LABELS, adapting_model, drawn, pictures, tiny_classifier, tiny_model
@@ -224,7 +224,7 @@ def test_a_dropped_file_is_gone_on_from_as_partial_fit_does(
     files, labels = [*first["red"], *first["green"]], ["red"] * 5 + ["green"] * 5
     classifier = SimpleCNAPSClassifier(
         model, device="cpu", unknown_label="none", temperature="auto", false_rejection_rate=0.2
-    ).fit(files, labels)
+    ).fit(files, labels, groups=[0, 0, *range(2, 10)])
     classifier.save(tmp_path / "first.safetensors")
     page = open_page(context, address)
     drop(page, [tmp_path / "first.safetensors"])
@@ -233,7 +233,9 @@ def test_a_dropped_file_is_gone_on_from_as_partial_fit_does(
     ask(page, queries)
     classifier.partial_fit(support["blue"], ["blue"] * 5)
     assert_same(page, classifier, queries)
-    assert_same(page, SimpleCNAPSClassifier.load(save(page, tmp_path / "more.safetensors")), queries)
+    more = SimpleCNAPSClassifier.load(save(page, tmp_path / "more.safetensors"))
+    assert_same(page, more, queries)
+    assert more.fitted_head_.group_names == classifier.fitted_head_.group_names == [0, 0, *range(2, 10), *[None] * 5]
 
     # What is no such file changes nothing.
     (tmp_path / "broken.safetensors").write_bytes((tmp_path / "first.safetensors").read_bytes()[:1000])
@@ -512,6 +514,7 @@ def test_names_of_classes_and_files_are_text(
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         page.set_viewport_size(WIDE)
         assert is_dark(page) == (scheme == "dark")
+        assert nameless(page) == []
         for place in (
             "h1",
             "#status",
