@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 #: Pictures of the pages are kept in this folder where the variable names one.
 SCREENSHOTS = "FEWSHOT_MAHALANOBIS_SCREENSHOTS"
 #: Roles of what needs a name.
-_NAMED = {*"button checkbox combobox DisclosureTriangle image link listbox option region spinbutton textbox".split()}
+_NAMED = {"button", "checkbox", "combobox", "DisclosureTriangle", "image", "listbox", "option", "region", "textbox"}
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 #: Relative luminances of the text of an element and of what is behind it (WCAG 2.2), in the page's own words.

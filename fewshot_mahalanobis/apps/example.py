@@ -7,7 +7,7 @@ from typing import NamedTuple
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-__all__ = ["Example", "photographs"]
+__all__ = ["Example", "photographs", "sheet"]
 
 #: Side of a piece in pixels, and the pieces of each class: (photograph, left, top), support before queries.
 _SIDE = 110
@@ -46,3 +46,13 @@ def photographs() -> Example:
         return [picture for picture, _ in named], [name for _, name in named]
 
     return Example(*task(_SUPPORT), *task(_QUERIES), piece(*_SKY))
+
+
+def sheet() -> tuple[Image.Image, list[str | None]]:
+    """All pieces in a row, and their classes: None of those that are asked about."""
+    example = photographs()
+    pieces = [*example.support, *example.queries, example.sky]
+    row = Image.new("RGB", (_SIDE * len(pieces), _SIDE))
+    for place, piece in enumerate(pieces):
+        row.paste(piece, (_SIDE * place, 0))
+    return row, [*example.labels, *[None] * (len(example.queries) + 1)]

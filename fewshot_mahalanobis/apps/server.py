@@ -51,6 +51,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_TITLE = "Picture classifier"
 _ELSEWHERE = (
     "This request is from another site. If it came through a proxy, let that pass on the host: in nginx, "
     "proxy_set_header X-Forwarded-Host $http_host;"
@@ -315,11 +316,10 @@ class _Interface:
     # ---------------------------------------------------------------- files
 
     def page(self, request: Request) -> Response:
-        title = "Picture classifier"
-        head = _text("machine.html").replace("{{title}}", title)
+        head = _text("machine.html").replace("{{title}}", _TITLE)
         scripts = '<script src="machine.js" defer></script>\n'
         text = _text("learn.html").replace("{{head}}", head).replace("{{scripts}}", scripts)
-        for place, words in {"title": title, "version": __version__, **_WORDS}.items():
+        for place, words in {"title": _TITLE, "version": __version__, **_WORDS}.items():
             text = text.replace(f"{{{{{place}}}}}", html.escape(words))
         return Response(text, media_type="text/html", headers=_headers("no-cache"))
 
@@ -339,7 +339,8 @@ class _Interface:
         return _written(self.session.save, "classifier.safetensors")
 
     def answering_page(self, request: Request) -> Response:
-        return _written(self.session.export_page, "page.zip")
+        title = request.query_params.get("title", _TITLE)
+        return _written(lambda path: self.session.export_page(path, title), "page.zip")
 
     async def open_model(self, request: Request) -> Response:
         with TemporaryDirectory(prefix="fewshot-upload-") as folder:

@@ -31,7 +31,7 @@ from fewshot_mahalanobis.images.pages import Reading, reading_of
 from fewshot_mahalanobis.images.picture import read_size, read_within
 from fewshot_mahalanobis.images.region import Region
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.support_set.copies import equal_rows
+from fewshot_mahalanobis.support_set.copies import copies_found, equal_rows
 from fewshot_mahalanobis.support_set.estimator import Predictions
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import check_text, folded
@@ -347,6 +347,12 @@ class Session:
         if len(names) > 1 and counts.max() == 1:
             said.append(
                 "Give each class a second picture: then it measures how well it does, and tells pictures of no class."
+            )
+        fitted = self.classifier.fitted_head_
+        if copies := copies_found(fitted.groups, fitted.group_names):
+            said.append(
+                f"{copies} of the pictures {'is a copy of another' if copies == 1 else 'are copies of others'}, the "
+                "same again, compressed, mirrored or cropped: copies are left out together and count once."
             )
         return said
 
@@ -871,8 +877,8 @@ class Session:
             raise ValueError("Teach a class first.")
         classifier.save(path)
 
-    def export_page(self, path: Path) -> None:
-        """Write the web page that answers in its visitor's browser to a zip file.
+    def export_page(self, path: Path, title: str = "Picture classifier") -> None:
+        """Write the web page that answers in its visitor's browser, with a heading, to a zip file.
 
         Raises
         ------
@@ -883,7 +889,7 @@ class Session:
         if classifier is None:
             raise ValueError("Teach a class first.")
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder, atomic_replace(path) as temporary:
-            classifier.export_page(Path(folder, "page"))
+            classifier.export_page(Path(folder, "page"), title=title)
             shutil.copyfile(shutil.make_archive(str(Path(folder, "page")), "zip", folder, "page"), temporary)
 
 

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from fewshot_mahalanobis.apps.example import sheet
 from fewshot_mahalanobis.apps.session import UNKNOWN
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.export.web_page.teaching_page import write_teaching_page
@@ -61,7 +62,9 @@ def export_teaching_page(
     else:
         classifier = _of_noise(checkpoint)
     goes_on = classifier is checkpoint
-    write_teaching_page(folder, classifier.model_, classifier.save, goes_on=goes_on, title=title, runtime=runtime)
+    write_teaching_page(
+        folder, classifier.model_, classifier.save, goes_on=goes_on, title=title, runtime=runtime, example=sheet()
+    )
 
 
 def _of_noise(checkpoint: str | os.PathLike[str] | SimpleCNAPS) -> SimpleCNAPSClassifier:

@@ -515,6 +515,7 @@ async function load() {
   pictures = await storedPictures();
   if (await storedState("network") === page.features.integrity) adaptation = await storedState("adaptation") ?? null;
   else await renew();
+  element("example").hidden = false;
   nextId = 1 + Math.max(0, ...pictures.map(one => one.id), ...(adaptation?.features.keys() ?? []));
   say("Ready.");
 }
@@ -633,6 +634,23 @@ const engine = {
 
   save: async () => download(await classifierFile(), "classifier.safetensors"),
   savePage,
+
+  /** Pieces of photographs, which lie side by side in one file: examples of classes, and some to be asked about. */
+  async example() {
+    const row = await createImageBitmap(await (await get({address: "example.jpg"})).blob()), side = row.height;
+    reading++; // it learns once all are there
+    try {
+      for (const [index, label] of page.example.entries()) {
+        say(`Reading picture ${index + 1} of ${page.example.length} …`);
+        if (label !== null && !classNames().includes(label)) await this.addClass(label);
+        const piece = await createImageBitmap(row, index * side, 0, side, side);
+        await addPicture(pictureOf(piece, side, side), `${label ?? "piece"} ${index + 1}`, label);
+      }
+    } finally {
+      reading--;
+      await changed();
+    }
+  },
 
   async forget() {
     await forgetAll();

@@ -7,7 +7,8 @@
 //                          answer: {best: [[class, probability]], unknown, doubt, score, threshold}, heap}], learned,
 //                          sentences, curve, progress, undo
 //   learn(files, label), keep(frame, label), label(ids, label), undo(), remove(ids), addClass(name), removeClass(name),
-//   setShares(shares), skip(id), next(), nearest(id), see(frame), drawing(id), large(id), save(), savePage(), forget()
+//   setShares(shares), skip(id), next(), nearest(id), see(frame), drawing(id), large(id), save(), savePage(), forget(),
+//   example()
 //
 // A label is the name of a class, "" for none of these, or null if the picture is asked about. `score` is the outlier
 // score, above the threshold of which a picture is unknown; both are null if nothing is rejected. `heap` is the number of
@@ -327,7 +328,7 @@ element("clear").addEventListener("click", () => {
   });
   element("files").focus();
 });
-for (const [id, name] of [["save", "save"], ["save-page", "savePage"]]) {
+for (const [id, name] of [["save", "save"], ["save-page", "savePage"], ["example", "example"]]) {
   element(id).addEventListener("click", () => during(() => engine[name]()));
 }
 element("forget").addEventListener("click", () => {

@@ -119,9 +119,7 @@ const engine = {
     element("labels").hidden = said.table === null;
     element("forget").hidden = element("clear").hidden = said.table !== null; // pictures of a folder stay
     document.documentElement.classList.toggle("folder", said.table !== null);
-    for (const [id, work] of [["example", () => this.example()], ["labels", () => file("labels", "labels.csv")]]) {
-      element(id).addEventListener("click", () => during(work));
-    }
+    element("labels").addEventListener("click", () => during(() => file("labels", "labels.csv")));
     if (said.table !== null && said.pictures.length) await askAbout();
     tell();
   },
@@ -213,8 +211,10 @@ const engine = {
   save: () => file("model", "classifier.safetensors"),
 
   async savePage() {
+    const title = prompt("Heading of the page", "Picture classifier");
+    if (title === null) return;
     say("Making the page …");
-    await file("page", "page.zip");
+    await file(`page?title=${encodeURIComponent(title)}`, "page.zip");
     say("The page is in page.zip: unpack it into a folder of a web server.");
   },
 

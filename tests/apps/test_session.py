@@ -523,10 +523,11 @@ def test_the_answering_page_is_exported_as_a_zip_file(files: dict[str, list[str]
         torch.manual_seed(0)
         session = taught(files, start=SimpleCNAPS(adaptation="none", image_size=32).eval())
     for _ in range(2):  # a second one takes the place of the first
-        session.export_page(tmp_path / "page.zip")
+        session.export_page(tmp_path / "page.zip", "Red & blue")
     with zipfile.ZipFile(tmp_path / "page.zip") as zipped:
         names = zipped.namelist()
         assert {"page/index.html", "page/page.json", "page/classifier.onnx"} <= {*names}
+        assert "<h1>Red &amp; blue</h1>" in zipped.read("page/index.html").decode()
         assert json.loads(zipped.read("page/page.json"))["labels"] == ["blue", "green", "red", UNKNOWN]
 
 

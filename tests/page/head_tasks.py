@@ -17,7 +17,7 @@ Numbers = NDArray[np.float64]
 
 
 def write_tasks(path: Path) -> None:
-    """Write all tasks as JSON: features (n, d), labels, groups and names or null, examples of none, queries, how to fit."""
+    """Write all tasks as JSON: features (n, d), labels, groups or null, examples of no class, queries, how to fit."""
     path.write_text(json.dumps([*map(_plain, head_tasks())]))
 
 
@@ -56,7 +56,15 @@ def head_tasks() -> list[dict[str, Any]]:
             reject=True,
             negatives=4,
         ),
-        _task("altered copies, some in named groups", [6, 4, 5], 24, groups=copied, names=_names(), twins=True, reject=True),
+        _task(
+            "altered copies, some in named groups",
+            [6, 4, 5],
+            24,
+            groups=copied,
+            names=_names(),
+            twins=True,
+            reject=True,
+        ),
         _task("priors", [3, 5, 4], 16, priors=[0.7, 0.1, 0.2]),
         _task("priors, one of them zero, and none", [4, 4, 4], 16, reject=True, negatives=3, priors=[0.5, 0.0, 0.5]),
         _task("examples that are all equal", [3, 3], 12, noise=0.0, distance=0.0),

@@ -463,6 +463,17 @@ def test_the_page_that_it_makes_answers_as_it_does(
                 assert f"{max(probabilities):.0%}" in card.locator(".text").text_content()
 
 
+def test_the_example_is_taught_and_asked_about(context: BrowserContext, address: str) -> None:
+    page = open_page(context, address)
+    page.locator("#example").click()
+    expect(page.locator("#answers > li")).to_have_count(7, timeout=TIMEOUT)
+    learned(page)
+    assert page.locator("#classes > .class h3").all_text_contents() == ["pagoda", "trees", "flower"]
+    assert page.locator("#classes .count").all_text_contents() == ["5 pictures"] * 3
+    until(page, "queries().every(query => query.answer) && !scheduled")
+    assert [label for label, _ in answers_of(page)][4:6] == ["flower"] * 2
+
+
 def test_a_page_made_with_a_classifier_begins_with_its_classes_until_they_are_removed(
     context: BrowserContext, folder: Path, queries: list[Path], tmp_path: Path
 ) -> None:

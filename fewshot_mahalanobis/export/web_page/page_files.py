@@ -12,7 +12,7 @@ import html
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -133,6 +133,8 @@ class Page:
         Those of the scripts that a document loads first.
     runtime : mapping of str to Path, optional
         The runtime's files, from :func:`runtime_files`; by default browsers load them from the public server.
+    asked_for : set of str
+        Files of the folder that a browser loads when the visitor asks for them, and never keeps.
     """
 
     title: str
@@ -142,6 +144,7 @@ class Page:
     description: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, Path] | None = None
     engine: Sequence[str] = ()
+    asked_for: Set[str] = frozenset()
 
 
 def write_page(folder: Path, page: Page) -> None:
@@ -171,7 +174,8 @@ def write_page(folder: Path, page: Page) -> None:
         "files": sorted({_PAGE, _SERVICE_WORKER, *(file.name for file in folder.iterdir())}),
     }
     (folder / _PAGE).write_text(json.dumps(description), encoding="utf-8")
-    _write_service_worker(folder, {one["address"]: one["integrity"] for one in (*large.values(), *runtime.values())})
+    checked = {one["address"]: one["integrity"] for one in (*large.values(), *runtime.values())}
+    _write_service_worker(folder, checked, page.asked_for)
 
 
 def _write_manifest(folder: Path, title: str) -> None:
@@ -200,9 +204,9 @@ def _large_file(name: str, digest: str, server: str | None = None) -> dict[str, 
     return {"address": address, "integrity": f"sha384-{digest}"}
 
 
-def _write_service_worker(folder: Path, integrities: dict[str, str]) -> None:
+def _write_service_worker(folder: Path, integrities: dict[str, str], asked_for: Set[str]) -> None:
     """Write the script that keeps the files of a folder and the large ones, of which it checks the integrity."""
-    paths = sorted(folder.iterdir())
+    paths = sorted(path for path in folder.iterdir() if path.name not in asked_for)
     large = {address.partition("?")[0] for address in integrities}
     kept = {path.name: "" for path in paths if path.name not in large} | integrities
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]

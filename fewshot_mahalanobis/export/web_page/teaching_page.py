@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from fewshot_mahalanobis.export.graph import save_graph, save_onnx
 from fewshot_mahalanobis.export.network import FilmParameters, SupportGraph, film_vector, support_graph
@@ -20,6 +21,7 @@ from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 _LARGE = {"features": "features.onnx", "classifier": "classifier.safetensors"}
+_EXAMPLE = "example.jpg"
 #: Scripts of the document in their order, and those that run in its worker.
 _ENGINE = ("store.js", "answering_page.js", "browser.js")
 _PAGE = ("learn.js", "correct.js", "answers.js")
@@ -39,6 +41,7 @@ def write_teaching_page(
     goes_on: bool,
     title: str,
     runtime: str | os.PathLike[str] | None,
+    example: tuple[Image.Image, list[str | None]],
 ) -> None:
     """Write the page's files into a folder, which is made if it is absent; they replace those of an earlier page.
 
@@ -53,6 +56,8 @@ def write_teaching_page(
     title : str
     runtime : path, optional
         As for ``export_page``.
+    example : (Image, list)
+        Squares in a row, and their classes: None of those that are asked about.
 
     Raises
     ------
@@ -67,13 +72,16 @@ def write_teaching_page(
         if positions:
             large["film"] = "film.onnx"
         save(temporary / _LARGE["classifier"])
+        pieces, classes = example
+        pieces.save(temporary / _EXAMPLE, quality=90)
         description = {"side": model.image_size, "positions": [*positions.items()], "goes_on": goes_on}
+        description["example"] = classes
         templates = {
             "index.html": ("learn.html", {"title": title, **_WORDS}),
             "answers.html": ("answers.html", dict[str, str]()),
         }
         scripts = (*_ENGINE, *_PAGE, *_WORKER)
-        write_page(temporary, Page(title, templates, scripts, large, description, copied, _ENGINE))
+        write_page(temporary, Page(title, templates, scripts, large, description, copied, _ENGINE, {_EXAMPLE}))
 
 
 def _write_graphs(folder: Path, model: SimpleCNAPS, *, adapts: bool) -> None:
