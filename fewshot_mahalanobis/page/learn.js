@@ -42,6 +42,7 @@ function show() {
     element(`to-${name}`).setAttribute("aria-pressed", view === name);
   }
   element("undo").disabled = !state.undo;
+  if (view === "teach") element("labelling").hidden = true;
   showNames();
   if (view === "teach") showTeaching();
   else showCorrecting();

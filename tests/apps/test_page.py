@@ -477,6 +477,7 @@ def test_it_is_readable_wide_narrow_and_dark(page: Page) -> None:
             expect(page.locator(f"body.{view}")).to_have_count(1)
             assert is_dark(page) == (scheme == "dark")
             assert nameless(page) == []
+            assert page.locator("#labelling").is_visible() == (view != "teach")
             for name, size in (("", WIDE), ("-narrow", NARROW)):
                 page.set_viewport_size(size)
                 for text in texts:

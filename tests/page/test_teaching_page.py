@@ -594,7 +594,7 @@ def test_the_cameras_frames_are_answered_and_kept_in_a_class(
 def test_the_command_writes_a_page_that_goes_on_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
 
-    def write(folder: Path, model: SimpleCNAPS, save: Any, **options: Any) -> None:
+    def write(folder: Path, model: SimpleCNAPS, save: Any, *, example: Any, **options: Any) -> None:
         folder.mkdir()
         save(folder / "classifier.safetensors")
         written.append(options)
