@@ -98,7 +98,7 @@ function showWall() {
   if (unanswered.length) groups.set(null, unanswered);
   const heaps = heapsOf(state.pictures), all = new Map([...groups, ...heaps]);
   if (isHeap(wall.label) && heaps.size) wall.label = Math.min(wall.label, heaps.size - 1); // others have gone
-  if (!all.get(wall.label)?.length) { // all of them have another answer now
+  if (!all.has(wall.label)) {
     const full = [...groups].filter(([, own]) => own.length), open = full.find(([, own]) => own.some(one => one.label === null));
     wall = {label: (open ?? full[0])?.[0] ?? "", first: 0};
   }
@@ -282,6 +282,7 @@ function toHeaps() {
 
 function toWall() {
   if (isHeap(wall.label)) turnTo("", 0);
+  else if (!onWall.length) wall = {label: undefined, first: 0}; // none is left: go on with the next class
   goTo("wall");
 }
 
