@@ -26,6 +26,11 @@ from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 MAX_CPU_PIXELS = 32 * 84 * 84
 
 
+def is_separable(extractor: FeatureExtractor) -> bool:
+    """Whether the convolutions are depthwise and 1 x 1, for :func:`without_cudnn`."""
+    return isinstance(extractor, EfficientNet)
+
+
 class AdaptedNetwork:
     """A feature extractor with FiLM parameters folded into its convolutions: images in, features out.
 
@@ -72,7 +77,7 @@ class AdaptedNetwork:
         self.engine = choose_engine(self.extractor, self.device, dtype, pixels)
         self._run = OnnxRuntime(self.extractor) if self.engine == ONNX_RUNTIME else self.extractor
         self.projection = projection
-        self._without_cudnn = isinstance(extractor, EfficientNet)
+        self._separable = is_separable(extractor)
 
     @torch.no_grad()
     def features(self, images: Tensor, batch_size: int = 64) -> Tensor:
@@ -98,7 +103,7 @@ class AdaptedNetwork:
         images = images.to(self.device, self.dtype)
         if self.engine == PYTORCH:
             images = channels_last(images)
-        with self._own_precision(), without_cudnn(self.device) if self._without_cudnn else nullcontext():
+        with self._own_precision(), without_cudnn(self.device) if self._separable else nullcontext():
             features: Tensor = self._run(images)
         return features
 

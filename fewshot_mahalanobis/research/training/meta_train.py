@@ -6,17 +6,15 @@ Bateni et al., CVPR 2020, appendix "Experimental details": 110,000 tasks, 16 a s
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,57 +22,28 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 
-from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
-from fewshot_mahalanobis.checkpoints.load import load_checkpoint
-from fewshot_mahalanobis.checkpoints.restore import checked_settings
 from fewshot_mahalanobis.networks.devices import choose_dtype, precision_name, without_cudnn
-from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
-from fewshot_mahalanobis.networks.generators import LayerGenerator
-from fewshot_mahalanobis.networks.pooling import read_statistics
-from fewshot_mahalanobis.networks.pretrained import is_pretrained_name, pretrained_extractor
-from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
-from fewshot_mahalanobis.networks.task import AdaptedNetwork
-from fewshot_mahalanobis.research.baselines.baseline import Baseline, EpisodicModel, checked_baseline_settings
-from fewshot_mahalanobis.research.data.sources import ImageSource
+from fewshot_mahalanobis.networks.task import AdaptedNetwork, is_separable
+from fewshot_mahalanobis.research.baselines.baseline import Baseline, EpisodicModel
 from fewshot_mahalanobis.research.training.best_checkpoint import better_on_most, validate, validation_due
 from fewshot_mahalanobis.research.training.learner import BaselineLearner, CNAPSLearner
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
 from fewshot_mahalanobis.research.training.run import (
     RunFolder,
     autocast,
-    open_training_source,
     remaining,
-    resnet18_weights,
     shared_out,
     start_processes,
     stopped_between_steps,
 )
-from fewshot_mahalanobis.research.training.tasks import Task, TrainingTasks, ValidationTasks
+from fewshot_mahalanobis.research.training.starting_learner import starting_learner
+from fewshot_mahalanobis.research.training.tasks import Task, open_tasks
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-Made = TypeVar("Made", SimpleCNAPS, Baseline)
-
-
-def scale_features_(model: SimpleCNAPS | Baseline, factor: float) -> None:
-    """Multiply the backbone's features, adapted or not, by ``factor``, by rescaling layer 4.
-
-    Equation 3 adds beta I, which presumes a feature scale. The scale of a supervised backbone is arbitrary, because its
-    linear classifier adjusts to any.
-    """
-    first, second = cast(FilmResNet18, model.feature_extractor).blocks[-1]
-    with torch.no_grad():
-        for bn in (first.bn2, cast(nn.Sequential, first.downsample)[1], second.bn2):
-            cast(Tensor, bn.weight).mul_(factor)
-            cast(Tensor, bn.bias).mul_(factor)
-        second.conv1.weight.div_(factor)
-        if model.film_generator is not None:  # FiLM's beta is added after scaling
-            for scales in cast(LayerGenerator, cast(nn.ModuleList, model.film_generator.layers)[-1]).scales:
-                cast(nn.ParameterDict, scales)["beta2"].mul_(factor)
 
 
 def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:
@@ -85,122 +54,12 @@ def learning_rate(step: int, steps: int, recipe: MetaTrainRecipe) -> float:
     return recipe.learning_rate * min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
-    """Make the model that a recipe trains, Simple CNAPS or a method, with random or given adaptation networks.
-
-    The backbone is trained too if the method does so. ValueError if ``model`` has an unknown setting or nothing to
-    train, or ``init`` is a checkpoint of another model.
-    """
-    # A name in CHECKPOINTS always means that checkpoint, even if timm has a network of the same name.
-    by_name = recipe.backbone == LITE0 or (recipe.backbone not in CHECKPOINTS and is_pretrained_name(recipe.backbone))
-    if recipe.method is not None:
-        if by_name or recipe.init is not None or recipe.lite is not None:
-            raise ValueError("a method is trained on the FiLM ResNet18 of a checkpoint or file, without init and lite")
-        settings = {**recipe.model, "head": recipe.method}
-        baseline = _made(Baseline, settings, recipe, _arguments(Baseline, "head"))
-        checked_baseline_settings(baseline.config, "model")
-        _load_resnet18(baseline, recipe)
-        return BaselineLearner(baseline)
-    if recipe.model.get("adaptation") == "none":
-        raise ValueError("a model without adaptation has nothing to meta-train")
-    make: Callable[..., SimpleCNAPS] = SimpleCNAPS
-    names = _arguments(SimpleCNAPS, "backbone")
-    if by_name:
-        make = functools.partial(_on_pretrained_network, recipe.backbone)
-        names = [*dict.fromkeys(_arguments(pretrained_extractor, "name") + names)]
-    model = _made(make, recipe.model, recipe, names)
-    checked_settings(model.config, "model")
-    if not by_name:
-        _load_resnet18(model, recipe)
-    elif recipe.feature_scale != 1:
-        raise ValueError("feature_scale is for the FiLM ResNet18; for another network set model.beta")
-    if recipe.init is not None:
-        before = load_checkpoint(recipe.init)
-        known = _parts(before)
-        if _of_adaptation(before) != _of_adaptation(model) or _parts(model)[: len(known)] != known:
-            raise ValueError(
-                f"the checkpoint {recipe.init!r} belongs to another model: {before.config}, not {model.config}"
-            )
-        start = {name: x for name, x in before.state_dict().items() if not name.startswith("feature_extractor.")}
-        if before.feature_encoder is not None and model.feature_encoder is not None:
-            # Its columns are means, then deviations, of the features; those of further statistics come last.
-            weight = before.feature_encoder.weight.detach().unflatten(1, (2, -1))
-            further = model.feature_encoder.in_features // 2 - weight.shape[2]
-            start["feature_encoder.weight"] = F.pad(weight, (0, further)).flatten(1)
-        model.load_state_dict({**model.state_dict(), **start})
-    return CNAPSLearner(model, recipe.lite, recipe.learn_scale, recipe.learn_pooling)
-
-
-def _on_pretrained_network(
-    name: str,
-    *,
-    image_size: int | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    positions: Sequence[str] | None = None,
-    pooling: Sequence[Mapping[str, Any]] | None = None,
-    length: float | None = None,
-    frozen_pooling: Sequence[Mapping[str, Any]] | None = None,
-    **settings: Any,
-) -> SimpleCNAPS:
-    """Put untrained adaptation networks on a pretrained network; without ``positions``, FiLM follows the usual ones."""
-    extractor = pretrained_extractor(
-        name,
-        image_size=image_size,
-        mean=mean,
-        std=std,
-        positions=positions,
-        pooling=None if pooling is None else read_statistics(pooling),
-        length=length,
-        frozen_pooling=None if frozen_pooling is None else read_statistics(frozen_pooling),
-    )
-    return SimpleCNAPS(image_size=extractor.image_size, backbone=extractor, **settings)
-
-
-def _arguments(function: Callable[..., Any], other_than: str) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != other_than]
-
-
-def _made(make: Callable[..., Made], settings: Mapping[str, Any], recipe: MetaTrainRecipe, known: list[str]) -> Made:
-    """Make a model with random weights of the recipe's seed; ValueError if it has no such setting."""
-    if unknown := sorted(set(recipe.model) - set(known)):
-        raise ValueError(f"model has no setting {unknown[0]!r} (settings are {', '.join(known)})")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        return make(**settings)
-
-
-def _load_resnet18(model: SimpleCNAPS | Baseline, recipe: MetaTrainRecipe) -> None:
-    cast(FilmResNet18, model.feature_extractor).load_state_dict(resnet18_weights(recipe.backbone))
-    scale_features_(model, recipe.feature_scale)
-
-
 @torch.no_grad()
 def _frozen_logits(model: EpisodicModel, task: Task, dtype: torch.dtype) -> Tensor:
     """Logits (m, k) of a task's queries from the network without adaptation."""
     network = AdaptedNetwork(model.feature_extractor, None, dtype, model.projection)
     fitted = FittedHead.fit(model.head, Features(network.features(task.support_images)), task.support_labels)
     return fitted.logits(network.features(task.query_images))
-
-
-def _of_adaptation(model: SimpleCNAPS) -> dict[str, Any]:
-    """Return the settings that determine the shapes of the weights that ``init`` provides.
-
-    A feature encoder that the checkpoint lacks starts from zero, and so do its columns for further statistics of maps.
-    """
-    others = {"head", "scale", "beta", "image_size", "frozen_features"}
-    settings = {name: value for name, value in model.config.items() if name not in others}
-    if isinstance(network := settings.get("backbone"), dict):
-        pooling = {"pooling", "length", "frozen_pooling"}
-        settings["backbone"] = {name: value for name, value in network.items() if name not in pooling}
-    return settings
-
-
-def _parts(model: SimpleCNAPS) -> list[str]:
-    """Return the maps of each statistic that the set encoder reads of the frozen network."""
-    backbone = model.config.get("backbone", {})
-    pooling = backbone.get("frozen_pooling", backbone.get("pooling", [{"maps": "final"}]))
-    return [part["maps"] for part in pooling]
 
 
 def meta_train(
@@ -247,11 +106,9 @@ def meta_train(
     recorded = asdict(recipe) | {"precision": precision_name(dtype)}
     run = RunFolder(output, recorded, main=accelerator.is_main_process, tensorboard=tensorboard)
     progress = progress and accelerator.is_main_process
-    sources = _opened(recipe, model.image_size, lazy=lazy)
-    training = TrainingTasks([sources[name] for name in recipe.sources], recipe, model.image_size)
-    validation = {name: ValidationTasks(sources[name], recipe, model.image_size) for name in recipe.validation}
+    training, validation = open_tasks(recipe, model.image_size, lazy=lazy)
     model.to(memory_format=torch.channels_last)
-    learner.prepare([sources[name] for name in dict.fromkeys(recipe.sources)])
+    learner.prepare(training.each_source)
     state = _State(learner, recipe, run.resume())
     network = accelerator.prepare_model(learner)
     accelerator.wait_for_everyone()
@@ -261,8 +118,7 @@ def meta_train(
     loading = remaining(training, *numbers, accelerator, workers=workers)
     reported = time.monotonic()
     bar = tqdm(range(start, steps), total=steps, initial=start, disable=not progress, desc="meta-train", unit="step")
-    separable = isinstance(model.feature_extractor, EfficientNet)
-    kernels = without_cudnn(accelerator.device) if separable else nullcontext()
+    kernels = without_cudnn(accelerator.device) if is_separable(model.feature_extractor) else nullcontext()
     with loading as loaded, stopped_between_steps(accelerator) as stop, kernels:
         tasks = _announced(loaded, share, steps - start) if progress else loaded
         for step in bar:
@@ -291,15 +147,6 @@ def meta_train(
         learner.save(run.path / "checkpoint")
     accelerator.wait_for_everyone()
     return model
-
-
-def _opened(recipe: MetaTrainRecipe, image_size: int, *, lazy: bool) -> dict[str, ImageSource]:
-    """Open every source of a recipe once, for its largest images."""
-    largest = max(image_size, *recipe.sizes, 0)
-    return {
-        source: open_training_source(source, root=recipe.root, size=largest, lazy=lazy)
-        for source in dict.fromkeys(recipe.sources + recipe.validation)
-    }
 
 
 class _State:

@@ -141,7 +141,7 @@ class MetaTrainRecipe(_Checked):
     method : str, optional
         Train this method of ``fewshot_mahalanobis.research.baselines.METHODS`` on the FiLM ResNet18, not Simple CNAPS.
     feature_scale : float
-        Factor on the features, see :func:`~fewshot_mahalanobis.research.training.meta_train.scale_features_`.
+        Factor on the features, see :func:`~fewshot_mahalanobis.research.training.starting_learner.scale_features_`.
     tasks : int
         Number of training tasks.
     tasks_per_step : int, optional

@@ -18,7 +18,7 @@ from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, TRAIN
 from fewshot_mahalanobis.research.episodes.sampling import Episodes, FixedEpisodes, SmallEpisodes, episode_rng
 from fewshot_mahalanobis.research.training.augment import augment_task, camera_task, is_grey
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
-from fewshot_mahalanobis.research.training.run import image_size_at
+from fewshot_mahalanobis.research.training.run import image_size_at, open_training_source
 
 
 class Task(NamedTuple):
@@ -76,6 +76,11 @@ class TrainingTasks(Dataset[Task]):
                 self.first_class[name] = count
                 count += len(source.class_names)
 
+    @property
+    def each_source(self) -> list[ImageSource]:
+        """The sources, each once."""
+        return [self.sources[self.recipe.sources.index(name)] for name in self.first_class]
+
     def __len__(self) -> int:
         return self.recipe.tasks
 
@@ -116,6 +121,24 @@ class ValidationTasks(Dataset[Task]):
         episode = self.episodes.draw(number)
         images = self.source.network_input(np.concatenate([episode.support, episode.query]))
         return _task(images, episode.support_labels, episode.query_labels, self.size)
+
+
+def open_tasks(recipe: MetaTrainRecipe, size: int, *, lazy: bool) -> tuple[TrainingTasks, dict[str, ValidationTasks]]:
+    """Open every source of a recipe once, for its largest images; the model's have this ``size``.
+
+    Returns
+    -------
+    training : TrainingTasks
+    validation : dict of str to ValidationTasks
+        By source.
+    """
+    largest = max(size, *recipe.sizes, 0)
+    sources = {
+        source: open_training_source(source, root=recipe.root, size=largest, lazy=lazy)
+        for source in dict.fromkeys(recipe.sources + recipe.validation)
+    }
+    training = TrainingTasks([sources[name] for name in recipe.sources], recipe, size)
+    return training, {name: ValidationTasks(sources[name], recipe, size) for name in recipe.validation}
 
 
 def _task(images: Tensor, support_labels: NDArray[np.int64], query_labels: NDArray[np.int64], size: int) -> Task:

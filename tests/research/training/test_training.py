@@ -29,11 +29,7 @@ from fewshot_mahalanobis.research.training import run
 from fewshot_mahalanobis.research.training.augment import augment_task, cut_to_ink, is_grey
 from fewshot_mahalanobis.research.training.best_checkpoint import better_on_most, validation_due
 from fewshot_mahalanobis.research.training.meta_train import learning_rate as meta_learning_rate
-from fewshot_mahalanobis.research.training.meta_train import (
-    meta_train,
-    scale_features_,
-    starting_learner,
-)
+from fewshot_mahalanobis.research.training.meta_train import meta_train
 from fewshot_mahalanobis.research.training.pretrain import (
     TEACHER_WEIGHT,
     NearestMean,
@@ -46,6 +42,7 @@ from fewshot_mahalanobis.research.training.pretrain import (
 )
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe
 from fewshot_mahalanobis.research.training.run import RunFolder, open_training_source, resnet18_weights
+from fewshot_mahalanobis.research.training.starting_learner import scale_features_, starting_learner
 from fewshot_mahalanobis.research.training.tasks import TrainingTasks
 from tests.research.training.small import PRETRAIN, draw_colours, meta_recipe
 from tests.tiny import task_representation
@@ -414,7 +411,7 @@ def test_loss_and_gradient_of_a_step_are_means_over_its_tasks_and_the_penalty_co
     """Against a plain loop: Adam's first step moves every weight by its rate, against the sign of the gradient."""
     recipe = meta_recipe(folder, backbone, tasks=2, precision="float32", penalty=30.0)
     trained = meta_train(recipe, tmp_path, device="cpu", progress=False)
-    model = meta_training.starting_learner(recipe).model
+    model = starting_learner(recipe).model
     tasks = TrainingTasks([load_source(folder, size=32)], recipe, 32)
     losses = []
     for task in (tasks[0], tasks[1]):
@@ -434,7 +431,7 @@ def test_the_floor_adds_what_the_loss_exceeds_that_without_adaptation(folder, ba
     """Against a plain loop: Adam's first step moves every weight by its rate, against the sign of the gradient."""
     recipe = meta_recipe(folder, backbone, tasks=2, precision="float32", penalty=0.0, floor=3.0)
     trained = meta_train(recipe, tmp_path, device="cpu", progress=False)
-    model = meta_training.starting_learner(recipe).model
+    model = starting_learner(recipe).model
     tasks = TrainingTasks([load_source(folder, size=32)], recipe, 32)
     objective = torch.zeros(())
     for task in (tasks[0], tasks[1]):
@@ -474,7 +471,7 @@ def test_a_run_may_add_features_to_the_checkpoint_it_starts_from(folder, backbon
     wider = {"image_size": 32, "frozen_features": True}
     recipe = meta_recipe(folder, backbone, model=wider, init=str(tmp_path / "first" / "checkpoint"))
     model, before = (
-        meta_training.starting_learner(recipe).model,
+        starting_learner(recipe).model,
         load_checkpoint(str(tmp_path / "first" / "checkpoint")),
     )
     support = torch.rand(5, 3, 32, 32) * 2 - 1
@@ -497,7 +494,7 @@ def test_meta_training_starts_from_the_adaptation_networks_it_is_given(folder, b
 def test_the_backbone_may_be_that_of_a_checkpoint(folder, backbone, tmp_path):
     first = meta_train(meta_recipe(folder, backbone, tasks=2), tmp_path / "first", device="cpu", progress=False)
     recipe = replace(meta_recipe(folder, backbone), backbone=str(tmp_path / "first" / "checkpoint"))
-    start = meta_training.starting_learner(recipe).model
+    start = starting_learner(recipe).model
     saved = load_checkpoint(recipe.backbone).feature_extractor.state_dict()
     for name, value in start.feature_extractor.state_dict().items():
         assert torch.equal(value, saved[name]), name
@@ -512,7 +509,7 @@ def test_a_checkpoint_on_another_network_gives_no_backbone(folder, backbone, mon
     other = SimpleCNAPS.from_backbone(other, image_size=32, mean=(0.5,) * 3, std=(0.5,) * 3)
     monkeypatch.setattr(load, "load_checkpoint", lambda name: other)
     with pytest.raises(ValueError, match="'other' is no FilmResNet18"):
-        meta_training.starting_learner(replace(meta_recipe(folder, backbone), backbone="other"))
+        starting_learner(replace(meta_recipe(folder, backbone), backbone="other"))
 
 
 def test_a_model_without_adaptation_cannot_be_meta_trained(folder, backbone, tmp_path):
