@@ -6,20 +6,20 @@ model needs before any memory is spent on it, and no random number is drawn for 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
-from fewshot_mahalanobis.networks.backbone import Backbone
-from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet, lite0_weights
-from fewshot_mahalanobis.networks.pooling import Statistic, read_statistics
-from fewshot_mahalanobis.networks.pretrained import is_timm_name, timm_network
+from fewshot_mahalanobis.networks.described import described_network, filled_network, is_brought
+from fewshot_mahalanobis.networks.pooling import Statistic
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+
+#: What names of the network's weights begin with in a model.
+_NETWORK = "feature_extractor."
 
 Colours = Annotated[list[float], msgspec.Meta(min_length=3, max_length=3)]
 Positions = Annotated[list[str], msgspec.Meta(min_length=1)]
@@ -125,7 +125,7 @@ def model_without_weights(
         )
     try:
         if description is not None:
-            settings["backbone"] = _extractor(description, settings["image_size"], backbone)
+            settings["backbone"] = described_network(description, settings["image_size"], backbone)
         with torch.device("meta"):
             model = SimpleCNAPS(**settings)
     except ValueError as error:
@@ -133,44 +133,10 @@ def model_without_weights(
     return model.float()  # whatever PyTorch's default is
 
 
-def _extractor(description: Mapping[str, Any], image_size: int, network: nn.Module | None) -> Backbone | EfficientNet:
-    """Make what a description describes, its weights yet to be loaded; a copy of ``network`` is used."""
-    positions = description.get("positions", ())
-    if "network" in description:
-        statistics = {
-            name: read_statistics(description[name]) for name in ("pooling", "frozen_pooling") if name in description
-        }
-        with torch.device("meta"):
-            return EfficientNet(
-                description["network"], image_size, positions, length=description.get("length"), **statistics
-            )
-    origin = description["origin"]
-    if network is not None:
-        network = copy.deepcopy(network).float()
-    elif not is_timm_name(origin):  # a file could name "hf-hub:..." or "local-dir:...", which timm would fetch and read
-        raise ValueError(f"this version of timm has no network {origin!r}: upgrade timm")
-    else:
-        with torch.device("meta"):
-            network = timm_network(origin, image_size, pretrained=False)
-    return Backbone(
-        network,
-        description["features"],
-        image_size=image_size,
-        mean=description["mean"],
-        std=description["std"],
-        origin=origin,
-        positions=positions,
-    )
-
-
 def stored_weights(model: SimpleCNAPS) -> dict[str, Tensor]:
     """Weights by name, as files hold them: all but those of EfficientNet-Lite0, which a dependency brings."""
-    return {name: weight for name, weight in model.state_dict().items() if not _is_brought(model, name)}
-
-
-def _is_brought(model: SimpleCNAPS, name: str) -> bool:
-    network = model.feature_extractor
-    return isinstance(network, EfficientNet) and network.name == LITE0 and name.startswith("feature_extractor.")
+    brought = is_brought(model.feature_extractor)
+    return {name: weight for name, weight in model.state_dict().items() if not (brought and name.startswith(_NETWORK))}
 
 
 def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
@@ -188,16 +154,8 @@ def fill(model: SimpleCNAPS, weights: Mapping[str, Tensor]) -> SimpleCNAPS:
     ValueError
         The backbone computes other features than the one that was saved.
     """
-    backbone = model.feature_extractor
     weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in weights.items()}
-    if isinstance(backbone, Backbone) and any(parameter.is_meta for parameter in backbone.network.parameters()):
-        network = timm_network(str(backbone.origin), backbone.image_size, pretrained=False)  # now with memory
-        backbone.network = network.requires_grad_(False).eval()
-    if brought := [name for name in model.state_dict() if _is_brought(model, name)]:
-        in_file = lite0_weights().values()  # in this order, and then those of a classifier
-        weights |= dict(zip(brought, in_file, strict=False))
-    model.load_state_dict(weights, assign=True)
-    cast(nn.Module, model.feature_extractor).requires_grad_(False)
-    if isinstance(backbone, Backbone):
-        backbone.check_fingerprint()
+    with filled_network(model.feature_extractor) as brought:
+        weights |= {f"{_NETWORK}{name}": weight for name, weight in brought.items()}
+        model.load_state_dict(weights, assign=True)
     return model.eval()

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.networks.devices import device_of
-from fewshot_mahalanobis.networks.efficientnet import EfficientNet, EfficientNetLayers
+from fewshot_mahalanobis.networks.efficientnet import EfficientNet
 from fewshot_mahalanobis.networks.extractor import FrozenNetwork
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.folding import fold_network
@@ -127,8 +127,8 @@ def support_graph(model: SimpleCNAPS, *, adapts: bool) -> Graph | None:
         film = {layers[position]: pair for position, pair in _film_pairs(graph, vector, positions).items()}
     reading, poolings = extractor.for_set_encoder, None
     width, width_read = extractor.out_features, reading.out_features
-    if isinstance(extractor, EfficientNet) and isinstance(reading, EfficientNet) and reading is not extractor:
-        poolings = [cast(EfficientNetLayers, one.network).pooling for one in (extractor, reading)]
+    if reading is not extractor:
+        poolings = [cast(EfficientNet, one).pooling for one in (extractor, reading)]
     features = add_network(graph, folded, images, (side, side), film, poolings)
     small, encoder_side = images, model.image_size if model.set_encoder is None else model.config.get("encoder_size")
     if encoder_side is not None and encoder_side != side:

@@ -228,9 +228,14 @@ class EfficientNet(FrozenNetwork):
         return network
 
     @property
+    def pooling(self) -> Pooling:
+        """How features are made of its maps."""
+        return cast(EfficientNetLayers, self.network).pooling
+
+    @property
     def description(self) -> dict[str, Any]:
         """Entry ``backbone`` of ``config.json``."""
-        pooling = cast(EfficientNetLayers, self.network).pooling
+        pooling = self.pooling
         described = {
             "positions": list(self.film_positions) or None,
             "pooling": None if pooling.statistics == MEANS else _records(pooling.statistics),
