@@ -57,7 +57,7 @@ class _Fitted(FittedNetwork):
 
     fitted_head: FittedHead
     unadapted: AdaptedNetwork | None  # the network as pretrained, if the outlier score compares its features too
-    allowed: NDArray[Any] | None = None  # every class that may occur, if partial_fit was told
+    allowed: NDArray[Any] | None = None  # every class that may occur, if partial_fit named them
     # First images with a class, then the others; not in files and pickles:
     pictures: torch.Tensor | None = None  # small pictures, for copies
     names: list[str | None] | None = None  # paths, or None

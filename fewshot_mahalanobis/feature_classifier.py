@@ -29,7 +29,7 @@ class _Fitted(NamedTuple):
 
     columns: BaseEstimator  # width and names of the columns of X, where scikit-learn's validate_data writes them
     fitted_head: FittedHead
-    allowed: NDArray[Any] | None  # every class that may occur, if partial_fit was told
+    allowed: NDArray[Any] | None  # every class that may occur, if partial_fit named them
 
     def with_head(self, fitted_head: FittedHead) -> _Fitted:
         """The same with another head."""

@@ -638,7 +638,7 @@ def _with_unknown_label(labelled: LabelledImages, unknown_label: Any) -> Labelle
     else:
         none = str(unknown_label)
         labels = [none if folded(label) == folded(none) else label for label in labelled.labels]
-        others = frozenset(label for label in labelled.of_no_class if folded(label) != folded(none))
+        others = frozenset(label for label in labelled.rejected_labels if folded(label) != folded(none))
         labelled = _without(labelled._replace(labels=labels), others, f" for `predict`: --unknown-label is {none!r}")
     for label, count in Counter(labelled.labels).items():
         if folded(label) in _SOUND_LIKE_NO_CLASS and label != unknown_label:
@@ -658,7 +658,7 @@ def _of_classes(labelled: LabelledImages, unknown_label: Any, remedy: str = "") 
     from fewshot_mahalanobis.apps.session import UNKNOWN
 
     none = UNKNOWN if unknown_label is None else str(unknown_label)
-    return _without(labelled, {none, *labelled.of_no_class}, remedy)
+    return _without(labelled, {none, *labelled.rejected_labels}, remedy)
 
 
 def _without(labelled: LabelledImages, labels: Collection[str], remedy: str) -> LabelledImages:

@@ -55,9 +55,9 @@ class LabelTable:
         if not self.path.exists():
             return {}
         if [name for name in table_columns(self.path, self.columns) if name] != self.columns:
-            of_boxes = " of boxes" if len(self.columns) > 2 else ""
+            kind = " of boxes" if len(self.columns) > 2 else ""
             raise ValueError(
-                f"{self.path} is no table that a review{of_boxes} wrote, whose first line is {','.join(self.columns)}: "
+                f"{self.path} is no table that a review{kind} wrote, whose first line is {','.join(self.columns)}: "
                 "name another file with -o"
             )
         if not [*table_rows(self.path, self.columns)]:

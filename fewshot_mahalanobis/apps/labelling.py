@@ -167,8 +167,8 @@ def fit_files(
         raise first
     _check(problems, len(paths) + len(unlabelled), skip_errors)
     readable = [index for index, path in enumerate(paths) if path not in problems]
-    if lost := sorted(set(labels) - {labels[index] for index in readable}):
-        raise UnreadableImages(f"no image of class {lost[0]!r} can be read: nothing was fitted", problems)
+    if missing := sorted(set(labels) - {labels[index] for index in readable}):
+        raise UnreadableImages(f"no image of class {missing[0]!r} can be read: nothing was fitted", problems)
     groups = None if groups is None else [groups[index] for index in readable]
     others = [index for index, path in enumerate(unlabelled) if path not in problems]
     unlabelled_groups = None if unlabelled_groups is None else [unlabelled_groups[index] for index in others]

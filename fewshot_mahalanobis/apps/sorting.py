@@ -134,8 +134,8 @@ def sort_files(
     unsure = _images_in(output / UNSURE)
     if paths and not outside and not by_place.keys() <= {*unsure}:
         raise ValueError(f"all images are in {output} itself: sort into another folder, such as {output / 'sorted'}")
-    of_none = output / folders.get(str(classifier.unknown_label), UNSURE)
-    present = _files_by_size(output, _sub_folders(of_none))
+    rejected = output / folders.get(str(classifier.unknown_label), UNSURE)
+    present = _files_by_size(output, _sub_folders(rejected))
     sorted_before = {path: _among(path, present) for path in outside}
     sorted_before = {
         path: place for path, place in sorted_before.items() if place is None or place.parent.name != UNSURE
@@ -156,7 +156,7 @@ def sort_files(
     )
     done = Sorted([], [], [], problems, [])
     moved = [answer.path for answer in answers if sorted_before[answer.path] is not None or how == "move"]
-    side_files, last = _side_files(moved), _last_new_folder(of_none)
+    side_files, last = _side_files(moved), _last_new_folder(rejected)
     for answer in answers:
         before = sorted_before[answer.path]
         sure = answer.unknown or answer.probability >= min_probability
@@ -164,7 +164,7 @@ def sort_files(
         sure = folder.name != UNSURE  # nor is an image of no class, if "unsure" is what these are called
         if before is None or (before.parent.name == UNSURE and sure):
             if answer.new_class:
-                folder = of_none / NEW_CLASS.format(last + answer.new_class)
+                folder = rejected / NEW_CLASS.format(last + answer.new_class)
             folder.mkdir(parents=True, exist_ok=True)
             along = side_files.get(answer.path, {})
             target = _free_name(folder / answer.path.name, along.values())
@@ -183,9 +183,9 @@ def sort_files(
     return done
 
 
-def _last_new_folder(of_none: Path) -> int:
+def _last_new_folder(rejected: Path) -> int:
     """The largest number of a sub-folder for a proposed class that is there; 0 if none is."""
-    numbers = [re.fullmatch(NEW_CLASS.format("([0-9]+)"), path.name) for path in _sub_folders(of_none)]
+    numbers = [re.fullmatch(NEW_CLASS.format("([0-9]+)"), path.name) for path in _sub_folders(rejected)]
     return max((int(number[1]) for number in numbers if number), default=0)
 
 

@@ -60,14 +60,14 @@ def export_teaching_page(
             raise ValueError(f"the classes of the page have names, not numbers such as {fitted.classes.tolist()[0]!r}")
         classifier = checkpoint
     else:
-        classifier = _of_noise(checkpoint)
+        classifier = _fitted_to_noise(checkpoint)
     goes_on = classifier is checkpoint
     write_teaching_page(
         folder, classifier.model_, classifier.save, goes_on=goes_on, title=title, runtime=runtime, example=sheet()
     )
 
 
-def _of_noise(checkpoint: str | os.PathLike[str] | SimpleCNAPS) -> SimpleCNAPSClassifier:
+def _fitted_to_noise(checkpoint: str | os.PathLike[str] | SimpleCNAPS) -> SimpleCNAPSClassifier:
     """A classifier whose file has the same entries as one fitted to real pictures."""
     noise = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
     classifier = SimpleCNAPSClassifier(

@@ -81,7 +81,7 @@ class ClassifierState:
         Precision of the convolutions, as asked for when the classifier was fitted.
     fitted_head : FittedHead
     allowed : ndarray or None
-        Every label that may occur, sorted, if ``partial_fit`` was told.
+        Every label that may occur, sorted, if ``partial_fit`` named them.
     """
 
     parameters: dict[str, Any]
@@ -131,7 +131,7 @@ class FeatureParameters(_HeadParameters):
 
 
 class Labels(_Record):
-    """The sorted labels and their NumPy dtype, and all that may occur, sorted too, if ``partial_fit`` was told."""
+    """The sorted labels and their NumPy dtype, and all that may occur, sorted too, if ``partial_fit`` named them."""
 
     dtype: str
     classes: list[Any]
@@ -242,7 +242,7 @@ def write_feature_classifier(
         Names of the features, if they have any.
     fitted_head : FittedHead
     allowed : ndarray or None
-        Every label that may occur, sorted, if ``partial_fit`` was told.
+        Every label that may occur, sorted, if ``partial_fit`` named them.
     path : path
     """
     kept = fitted_head.to_state()

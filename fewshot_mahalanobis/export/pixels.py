@@ -154,8 +154,8 @@ class _Square:
             start = self._divided(node("Mul", length, self._whole([4 * first - 3])), 4 * self.size)
             start = node("Min", node("Max", node("Sub", start, self._whole([2])), self._whole([0])), last)
             end = node("Add", start, strip)
-            of_rows = self._cut(weights, self._whole([first]), self._whole([first + rows]), 0)
-            yield rows, self._cut(of_rows, start, end, 1), self._cut(image, start, end, 0)
+            row_weights = self._cut(weights, self._whole([first]), self._whole([first + rows]), 0)
+            yield rows, self._cut(row_weights, start, end, 1), self._cut(image, start, end, 0)
 
     def _block(self, shorter: str) -> str:
         node, constant = self.graph.node, self.graph.constant

@@ -67,9 +67,9 @@ class Pool:
 
     def shares(self) -> Tensor:
         """pi_k (k,), which sum to one."""
-        of_classes = self.memberships.sum(dim=0)
-        even = torch.full_like(of_classes, 1 / len(of_classes))
-        return (of_classes / of_classes.sum() + EVEN * even) / (1 + EVEN) if of_classes.any() else even
+        totals = self.memberships.sum(dim=0)
+        even = torch.full_like(totals, 1 / len(totals))
+        return (totals / totals.sum() + EVEN * even) / (1 + EVEN) if totals.any() else even
 
     def weights(self, counts: Tensor) -> Tensor:
         """W_ik (m, k), in labelled examples, beside ``counts`` n_k (k,) of these."""

@@ -52,7 +52,7 @@ class Boxes:
         The file, if it is JSON; of COCO or, with the key "detection_categories", MegaDetector.
     entries : list of dict
         The part of ``document`` that each region comes from.
-    of_no_class : frozenset of str
+    rejected_labels : frozenset of str
         Those of the labels by which ``predict`` has called boxes that it rejected.
     """
 
@@ -62,7 +62,7 @@ class Boxes:
     note: str = ""
     document: dict[str, Any] | None = None
     entries: list[dict[str, Any]] = field(default_factory=list)
-    of_no_class: frozenset[str] = frozenset()
+    rejected_labels: frozenset[str] = frozenset()
 
     def fill(self, labels: Sequence[Any], answers: Sequence[Sequence[tuple[Any, float]] | None]) -> dict[str, Any]:
         """Write answers into ``document`` as its classification, in place of an earlier one; returns it.
@@ -165,7 +165,7 @@ def _read_table(file: Path, folder: Path, margin: float, rows: str, group_column
     names = table_columns(file, ("path", *BOX_COLUMNS))
     labelled, angles = "label" in names, [name for name in _ANGLES if name in names]
     more = [*("label",) * labelled, *(() if group_column is None else (group_column,)), *angles]
-    found, note, of_no_class = rows_of_labels(file, ("path", *BOX_COLUMNS, *more), rows if labelled else "all")
+    found, note, rejected_labels = rows_of_labels(file, ("path", *BOX_COLUMNS, *more), rows if labelled else "all")
     groups = None if group_column is None else groups_of_rows(file, found, group_column)
     for line, cells in found:
         path, label = checked_cells(file, line, cells["path"], cells.get("label"), folder)
@@ -179,7 +179,7 @@ def _read_table(file: Path, folder: Path, margin: float, rows: str, group_column
             )
         regions.append(region)
         labels.append(label)
-    return Boxes(regions, labels if labelled else None, groups, note, of_no_class=of_no_class)
+    return Boxes(regions, labels if labelled else None, groups, note, rejected_labels=rejected_labels)
 
 
 def _number(cell: str, what: str) -> float:

@@ -38,10 +38,10 @@ def bursts(pictures: Sequence[Path | Region], seconds: float) -> list[str]:
             names[path] = str(path)
         else:
             taken[path.parent].append((time, path))
-    for of_folder in taken.values():
-        of_folder.sort(key=lambda each: (each[0], natural_key(str(each[1]))))
-        first, before = of_folder[0][1], of_folder[0][0]
-        for time, path in of_folder:
+    for in_folder in taken.values():
+        in_folder.sort(key=lambda each: (each[0], natural_key(str(each[1]))))
+        first, before = in_folder[0][1], in_folder[0][0]
+        for time, path in in_folder:
             if time - before > timedelta(seconds=seconds):
                 first = path
             names[path], before = str(first), time
@@ -63,11 +63,11 @@ def _taken(path: Path) -> datetime | None:
     try:
         with Image.open(path) as image:
             exif = image.getexif()
-            of_camera = exif.get_ifd(ExifTags.IFD.Exif)
+            camera = exif.get_ifd(ExifTags.IFD.Exif)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
-    text = of_camera.get(ExifTags.Base.DateTimeOriginal) or exif.get(ExifTags.Base.DateTime) or ""
-    fraction = str(of_camera.get(ExifTags.Base.SubsecTimeOriginal) or "0").strip() or "0"
+    text = camera.get(ExifTags.Base.DateTimeOriginal) or exif.get(ExifTags.Base.DateTime) or ""
+    fraction = str(camera.get(ExifTags.Base.SubsecTimeOriginal) or "0").strip() or "0"
     try:
         time = datetime.strptime(str(text).strip(" \0"), "%Y:%m:%d %H:%M:%S")
         return time + timedelta(seconds=float(f"0.{fraction}"))

@@ -122,7 +122,7 @@ class LabelledImages(NamedTuple):
         What each image belongs to, where that was asked for.
     note : str
         Sentences about what was left out; empty if that is nothing.
-    of_no_class : frozenset of str
+    rejected_labels : frozenset of str
         Those of the labels by which ``predict`` has called pictures that it rejected.
     """
 
@@ -130,13 +130,13 @@ class LabelledImages(NamedTuple):
     labels: list[str]
     groups: list[str] | None = None
     note: str = ""
-    of_no_class: frozenset[str] = frozenset()
+    rejected_labels: frozenset[str] = frozenset()
 
     def where(self, wanted: Sequence[bool]) -> LabelledImages:
         """Those that are ``wanted``."""
         groups = None if self.groups is None else [*compress(self.groups, wanted)]
         images, labels = [*compress(self.images, wanted)], [*compress(self.labels, wanted)]
-        return LabelledImages(images, labels, groups, self.note, self.of_no_class)
+        return LabelledImages(images, labels, groups, self.note, self.rejected_labels)
 
 
 def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
@@ -298,13 +298,13 @@ def read_labels(
         lines; one path has two labels; or none of the images exists. The message names the line.
     """
     more = () if group_column is None else (group_column,)
-    found, note, of_no_class = rows_of_labels(file, ("path", "label", *more), rows)
+    found, note, rejected_labels = rows_of_labels(file, ("path", "label", *more), rows)
     pairs = checked_pairs(file, found, "path", "label")
     groups = None if group_column is None else groups_of_rows(file, found, group_column)
     folder = file.parent if image_folder is None else image_folder
     paths = [located(folder, path) for path, _ in pairs]
     check_some_exist(file, paths)
-    return LabelledImages([*paths], [label for _, label in pairs], groups, note, of_no_class)
+    return LabelledImages([*paths], [label for _, label in pairs], groups, note, rejected_labels)
 
 
 def natural_key(text: str) -> tuple[tuple[bool, int, str], ...]:

@@ -231,7 +231,7 @@ class PictureMemory:
         import sqlite3
 
         if self._connection is not None and self._process != os.getpid():
-            _of_parents.append(self._connection)  # SQLite forbids to use or close a connection after a fork
+            _inherited.append(self._connection)  # SQLite forbids to use or close a connection after a fork
             self._connection = None
         if self._connection is None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +258,7 @@ class PictureMemory:
 
 
 #: Connections that forked processes have inherited.
-_of_parents: list[sqlite3.Connection] = []
+_inherited: list[sqlite3.Connection] = []
 
 
 @cache

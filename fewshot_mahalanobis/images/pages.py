@@ -203,8 +203,8 @@ def bands_problem(tags: Mapping[int, Any]) -> str | None:
     """Why a TIFF has bands that are neither colours nor opacity, by its tags; or None."""
     photometric, samples = int(tags.get(_PHOTOMETRIC, 0)), int(tags.get(_SAMPLES, 1))
     extra = samples - _COLOURS.get(photometric, samples)
-    said = tags.get(_EXTRA, ())
-    opacity = extra == 1 and (said if isinstance(said, int) else next(iter(said), 0)) in _OPACITY
+    meaning = tags.get(_EXTRA, ())
+    opacity = extra == 1 and (meaning if isinstance(meaning, int) else next(iter(meaning), 0)) in _OPACITY
     return None if extra <= 0 or opacity else _too_many(samples)
 
 

@@ -319,7 +319,7 @@ def opened(file: str | os.PathLike[Any] | BinaryIO, reading: Reading = AS_DECLAR
     except UnidentifiedImageError:
         if tiff_decoder() is None or not is_unread_tiff(file):
             raise
-        yield _of_tiff(file, reading)
+        yield _read_tiff(file, reading)
         return
     with image:
         picture = chosen(image, reading)
@@ -349,12 +349,12 @@ def chosen(image: Image.Image, reading: Reading = AS_DECLARED, numbers: Sequence
     if isinstance(image, ImageFile.ImageFile) and deep_planes(image):
         uncompressed = image.tile[0][0] == "raw"  # which Pillow reads as noise
         if uncompressed or tiff_decoder() is not None:
-            return _of_tiff(image.fp, reading)
+            return _read_tiff(image.fp, reading)
     named = tags is not None and tags.get(_PHOTOMETRIC, 0) not in (0, 1, 2)  # colours that Pillow converts to RGB
     if bands is not None and tags is not None and not named and isinstance(image, ImageFile.ImageFile) and image.tile:
         check_bands(bands, tags.get(_SAMPLES, 1))
         if max(bands) >= len(image.getbands()):  # Pillow leaves the others out
-            return _of_tiff(image.fp, reading)
+            return _read_tiff(image.fp, reading)
     if len(numbers) == 1 and (bands is None or (_is_deep(image) and bands == (0,))):
         return Chosen(image, reading.value_range, remarks=tuple(remarks))
     spans, modes = list[Span](), set[str]()
@@ -393,7 +393,7 @@ def _picked(image: Image.Image, bands: Sequence[int]) -> Image.Image:
     return Image.merge({1: "L", 3: "RGB", 4: "RGBA"}[len(bands)], [channels[band] for band in bands])
 
 
-def _of_tiff(file: Any, reading: Reading) -> Chosen:
+def _read_tiff(file: Any, reading: Reading) -> Chosen:
     """Pages and bands of a TIFF that Pillow does not read: of more bands than colours, of colours in floats."""
     tifffile = tiff_decoder()
     if tifffile is None:

@@ -68,7 +68,7 @@ def declared_range(image: Image.Image) -> ValueRange | None:
     return None
 
 
-def range_of_tags(tags: Mapping[int, Any], of_floats: bool) -> ValueRange | None:
+def range_of_tags(tags: Mapping[int, Any], is_float: bool) -> ValueRange | None:
     """The range that the tags of a TIFF of more than 8 bits state, or None."""
     white, black, bits = (
         number[0] if isinstance(number, tuple) and number else number
@@ -78,7 +78,7 @@ def range_of_tags(tags: Mapping[int, Any], of_floats: bool) -> ValueRange | None
             tags.get(_BITS, 16),
         )
     )
-    full = of_floats or white is None or white >= 65535
+    full = is_float or white is None or white >= 65535
     if not full and black < white:
         return ValueRange(float(black), float(white))
     return ValueRange(0, 2**bits - 1) if 8 < bits < 16 else None

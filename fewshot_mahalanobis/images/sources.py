@@ -75,8 +75,8 @@ def find_pictures(
                 f"with path and {group_column}"
             )
         if is_box_file(place):
-            of_file = {"min_confidence": min_confidence, "category": category, "group_column": group_column}
-            boxes.append(read_boxes(place, image_folder=image_folder, margin=margin, **of_file))  # type: ignore[arg-type]
+            limits = {"min_confidence": min_confidence, "category": category, "group_column": group_column}
+            boxes.append(read_boxes(place, image_folder=image_folder, margin=margin, **limits))  # type: ignore[arg-type]
             images += boxes[-1].regions
             groups += boxes[-1].groups or []
             notes += [boxes[-1].note] * bool(boxes[-1].note)
@@ -156,10 +156,10 @@ def read_sources(
         A source cannot be read, or an argument is for sources of another kind. The message names it.
     """
     _check_kinds(sources, image_folder, margin)
-    entries, notes, of_no_class = list[_Entry](), list[str](), frozenset[str]()
+    entries, notes, rejected_labels = list[_Entry](), list[str](), frozenset[str]()
     for source in sources:
         read = _read(source, image_folder, margin, rows, group_column, at_least if len(sources) == 1 else 1)
-        of_no_class |= read.of_no_class
+        rejected_labels |= read.rejected_labels
         group_names = read.groups or [""] * len(read.images)
         new = [_Entry(*row, _place(row[0])) for row in zip(read.images, read.labels, group_names, strict=True)]
         labels = {entry.place: entry.label for entry in new}
@@ -168,7 +168,7 @@ def read_sources(
         entries = [entry for entry in entries if entry.place not in labels] + new
     groups = None if group_column is None else [entry.group for entry in entries]
     images, labels_of_images = [entry.image for entry in entries], [entry.label for entry in entries]
-    return LabelledImages(images, labels_of_images, groups, of_no_class=of_no_class), notes
+    return LabelledImages(images, labels_of_images, groups, rejected_labels=rejected_labels), notes
 
 
 def _check_kinds(sources: Sequence[Path], image_folder: Path | None, margin: float) -> None:
@@ -193,7 +193,7 @@ def _read(
         boxes = read_boxes(source, image_folder=image_folder, margin=margin, rows=rows, group_column=group_column)
         if boxes.labels is None:
             raise ValueError(f"{source} has boxes without labels: give a table with a column label, or a COCO file")
-        return LabelledImages([*boxes.regions], boxes.labels, boxes.groups, boxes.note, boxes.of_no_class)
+        return LabelledImages([*boxes.regions], boxes.labels, boxes.groups, boxes.note, boxes.rejected_labels)
     if is_table(source):
         return read_labels(source, image_folder, rows=rows, group_column=group_column)
     if source.suffix == ".safetensors" and source.is_file():

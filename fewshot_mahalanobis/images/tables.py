@@ -61,11 +61,11 @@ def check_some_exist(file: Path, paths: Sequence[Path]) -> None:
     if not any(map(os.path.exists, paths)):
         # Where "C:..." is no full path, it is taken to be below the folder.
         foreign = os.name != "nt" and any(PureWindowsPath(part).drive for part in paths[0].parts)
-        of_windows = ". Full paths of Windows lead nowhere here: write them from that folder on" if foreign else ""
+        hint = ". Full paths of Windows lead nowhere here: write them from that folder on" if foreign else ""
         raise ValueError(
             f"none of the {len(paths)} files that {file} lists is there; the first would be {paths[0]}. Relative paths "
             "start at its folder: put it back where it was, write full paths, or name their folder (--image-folder)"
-            f"{of_windows}"
+            f"{hint}"
         )
 
 

@@ -256,9 +256,9 @@ class _Layers:
     def _filmed(self, weight: str, bias: str, gamma: str, beta: str) -> tuple[str, str]:
         """Weight and bias of gamma (w x + b) + beta."""
         graph = self.graph
-        of_each_map = graph.node("Unsqueeze", gamma, graph.constant([1, 2, 3], INT64))
+        per_map = graph.node("Unsqueeze", gamma, graph.constant([1, 2, 3], INT64))
         shifted = graph.node("Add", graph.node("Mul", bias, gamma), beta)
-        return graph.node("Mul", weight, of_each_map), shifted
+        return graph.node("Mul", weight, per_map), shifted
 
 
 def film_layers(extractor: FeatureExtractor, folded: nn.Module) -> dict[str, str]:

@@ -31,13 +31,13 @@ class LabelledRows(NamedTuple):
         Line and cells of each.
     note : str
         Sentences about the other rows; empty if there are none.
-    of_no_class : frozenset of str
+    rejected_labels : frozenset of str
         The labels by which ``predict`` has called pictures that it rejected.
     """
 
     rows: list[tuple[int, dict[str, str]]]
     note: str = ""
-    of_no_class: frozenset[str] = frozenset()
+    rejected_labels: frozenset[str] = frozenset()
 
 
 def labels_of_answers(
@@ -67,7 +67,7 @@ def labels_of_answers(
         No row is left, or ``rows`` is "sure" and the table has no column "doubtful".
     """
     found = [*found]
-    rejected = _of_no_class(cells for _, cells in found)
+    rejected = _rejected_labels(cells for _, cells in found)
     if not {"predicted", "checked"} & {*columns}:
         return LabelledRows(found, "", rejected)
     if rows == "all":
@@ -116,7 +116,7 @@ def _answers(number: int) -> str:
     return "1 answer" if number == 1 else f"{number} answers"
 
 
-def _of_no_class(rows: Iterable[dict[str, str]]) -> frozenset[str]:
+def _rejected_labels(rows: Iterable[dict[str, str]]) -> frozenset[str]:
     """Labels that ``predict`` gave where it rejected a picture: its outlier score is above the threshold.
 
     Earlier versions gave it no probability.

@@ -239,10 +239,10 @@ class FittedHead:
             settings = {"temperature": temperature, "false_rejection_rate": false_rejection_rate, "reject": reject}
             chosen_temperature, outliers = _calibrated(parts, similarities, **settings)
         if outliers is not None and len(alike):  # its terms are of the groups that the head has
-            of_twins = outliers
-            outliers = _outlier_score(of_twins.threshold, of_twins.units, {**parts, "groups": groups})
+            left_out = outliers.left_out
+            outliers = _outlier_score(outliers.threshold, outliers.units, {**parts, "groups": groups})
             assert outliers is not None
-            outliers.left_out = of_twins.left_out
+            outliers.left_out = left_out
         fitted = cls(
             head=head,
             settled=settled,
@@ -373,13 +373,13 @@ class FittedHead:
         probabilities = self.log_probabilities(decisions.logits).exp()
         k = probabilities.shape[1]
         best = probabilities.topk(min(k, 2), dim=1).values
-        of_classes = 1 - (best[:, 0] - best[:, 1]) if k > 1 else torch.zeros_like(best[:, 0])
+        between_classes = 1 - (best[:, 0] - best[:, 1]) if k > 1 else torch.zeros_like(best[:, 0])
         if self.outliers is None:
-            return of_classes
+            return between_classes
         unit = _DOUBT_UNIT * self.left_out_scores.spread
         distance = (decisions.outlier_scores - self.outliers.threshold).abs() / unit
-        of_rejection = 2 * torch.sigmoid(-distance)
-        return torch.where(decisions.indices == k, of_rejection, torch.maximum(of_classes, of_rejection))
+        near_threshold = 2 * torch.sigmoid(-distance)
+        return torch.where(decisions.indices == k, near_threshold, torch.maximum(between_classes, near_threshold))
 
     # ---------------------------------------------------------------- queries
 
@@ -649,7 +649,7 @@ class ExportedDecisions(nn.Module):
         super().__init__()
         with torch.no_grad():
             self.head = fitted.settled.export(fitted.state_of_all)
-            self.of_support = None if fitted.pool is None else fitted.settled.export(fitted.state)
+            self.support_head = None if fitted.pool is None else fitted.settled.export(fitted.state)
         log_priors = fitted.log_priors()
         self.register_buffer("shift", None if log_priors is None else (fitted.temperature * log_priors).float())
         self.temperature = fitted.temperature_of_all
@@ -663,8 +663,8 @@ class ExportedDecisions(nn.Module):
         """Probabilities (m, k), indices (m,) into ``output_labels`` and outlier scores (m,) of m queries."""
         similarities = self.head(features.adapted)
         logits = self.with_priors(similarities)
-        if self.of_support is not None:  # outlier scores are by the support set alone
-            similarities = self.of_support(features.adapted)
+        if self.support_head is not None:  # outlier scores are by the support set alone
+            similarities = self.support_head(features.adapted)
         probabilities, indices = torch.softmax(logits / self.temperature, dim=1), logits.argmax(dim=1)
         if self.outliers is None:
             return probabilities, indices, -similarities.amax(dim=1)

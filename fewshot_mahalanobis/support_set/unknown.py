@@ -258,13 +258,13 @@ class LeftOutScores(NamedTuple):
         Of examples of known classes.
     groups : int64 Tensor of shape (n,), optional
         Scores of equal number count as one.
-    of_no_class : float64 Tensor of shape (m,), optional
+    negatives : float64 Tensor of shape (m,), optional
         Of examples of no class.
     """
 
     scores: Tensor
     groups: Tensor | None = None
-    of_no_class: Tensor | None = None
+    negatives: Tensor | None = None
 
     @property
     def weights(self) -> Tensor:
@@ -274,10 +274,10 @@ class LeftOutScores(NamedTuple):
     def threshold(self, false_rejection_rate: float) -> float:
         """Threshold for a rate, with the warning of :func:`rejection_threshold`."""
         most = rejection_threshold(self.scores, false_rejection_rate, self.groups)
-        if self.of_no_class is None:
+        if self.negatives is None:
             return most
         least = rejection_threshold(self.scores, min(2 * false_rejection_rate, 1.0), self.groups)
-        return separating_threshold(self.scores, self.of_no_class, self.weights, least, most)
+        return separating_threshold(self.scores, self.negatives, self.weights, least, most)
 
     def rate_interval(self, threshold: float) -> tuple[float, float]:
         """Interval in which the share of queries above a threshold lies with probability 0.9.
@@ -385,17 +385,17 @@ def rejection_threshold(scores: Tensor, false_rejection_rate: float, groups: Ten
     return float(np.interp((n + 1) * (1 - false_rejection_rate), ranks.numpy(), scores[order].numpy()))
 
 
-def separating_threshold(scores: Tensor, of_no_class: Tensor, weights: Tensor, least: float, most: float) -> float:
+def separating_threshold(scores: Tensor, negatives: Tensor, weights: Tensor, least: float, most: float) -> float:
     """Threshold from ``least`` to ``most`` that best separates examples of classes from those of none.
 
     It minimises the share of the scores (n,) with ``weights`` (n,) above it, plus that of the scores of examples of no
     class (m,) up to it. It lies in the middle between two scores, and is the highest such.
     """
-    both = torch.cat([scores, of_no_class])
+    both = torch.cat([scores, negatives])
     edges = torch.cat([both[(both > least) & (both < most)], both.new_tensor([least, most])]).sort().values
     middles = (edges[1:] + edges[:-1]) / 2
     rejected = (scores > middles[:, None]).to(weights) @ weights / weights.sum()
-    losses = rejected + (of_no_class <= middles[:, None]).double().mean(dim=1)
+    losses = rejected + (negatives <= middles[:, None]).double().mean(dim=1)
     return float(middles[losses <= losses.min() + 1e-9][-1])
 
 

@@ -231,7 +231,7 @@ def test_labels_that_predict_gave_without_a_probability_are_of_no_class(tmp_path
     (tmp_path / "labels.csv").write_text("path,label,checked,predicted,probability\n" + "\n".join(rows))
     found = read_labels(tmp_path / "labels.csv", rows="checked")
     assert found.labels == ["cat", "neither", "cat", "dog"]
-    assert found.of_no_class == {"neither"}  # cat has a probability elsewhere: somebody has deleted this one
+    assert found.rejected_labels == {"neither"}  # cat has a probability elsewhere: somebody has deleted this one
 
 
 def test_labels_of_pictures_above_the_threshold_are_of_no_class(tmp_path: Path) -> None:
@@ -243,4 +243,4 @@ def test_labels_of_pictures_above_the_threshold_are_of_no_class(tmp_path: Path) 
         (tmp_path / f"{label}.jpg").touch()
     assert [row["doubtful"] for row in csv.DictReader(io.StringIO(table))] == ["", "yes"]
     assert read_labels(tmp_path / "labels.csv", rows="sure").labels == ["cat"]
-    assert read_labels(tmp_path / "labels.csv").of_no_class == {"neither"}
+    assert read_labels(tmp_path / "labels.csv").rejected_labels == {"neither"}

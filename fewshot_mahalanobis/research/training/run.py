@@ -102,21 +102,21 @@ def stopped_between_steps(accelerator: Accelerator) -> Iterator[Callable[[], boo
 
     Yields what says whether to stop. Every process asks it after each step: all stop if one has got a signal.
     """
-    came = list[int]()
+    signals = list[int]()
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # which gets all signals
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {n: handler for n in numbers if (handler := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
 
     def wait(number: int, frame: FrameType | None) -> None:
-        if not came and accelerator.is_main_process:
+        if not signals and accelerator.is_main_process:
             os.write(2, b"\nstopping after this step, which is saved\n")  # print may be at work below
-        came.append(number)
+        signals.append(number)
 
     def stop() -> bool:
         if accelerator.num_processes == 1:
-            return bool(came)
-        return bool(accelerator.reduce(torch.tensor(float(bool(came)), device=accelerator.device), "sum"))
+            return bool(signals)
+        return bool(accelerator.reduce(torch.tensor(float(bool(signals)), device=accelerator.device), "sum"))
 
     for number in before:
         signal.signal(number, wait)
@@ -125,8 +125,8 @@ def stopped_between_steps(accelerator: Accelerator) -> Iterator[Callable[[], boo
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        if signals:
+            signal.raise_signal(signals[0])
 
 
 @contextmanager
