@@ -219,7 +219,7 @@ class AdaptedFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return model, self._batches(X, model.image_size, device, "fit")
 
     def _model_on(self, device: torch.device) -> SimpleCNAPS:
-        """The pretrained model. It is shared if it is as it is needed: nothing here changes a model."""
+        """The pretrained model; the one given where it fits, as nothing here changes a model."""
         if isinstance(self.checkpoint, nn.Module) and not isinstance(self.checkpoint, SimpleCNAPS):
             raise ValueError(
                 f"checkpoint is a {type(self.checkpoint).__name__}, a network without a head: make the checkpoint with "
@@ -352,7 +352,7 @@ def features_of_batches(
     batch_size: int,
     memory: PictureMemory | None = None,
 ) -> Iterator[Features]:
-    """Features of each batch by one network or two; ``batch_size`` images are tried at a time, then what has fitted.
+    """Features of each batch by one network or two, ``batch_size`` images at a time, or as many as the memory held.
 
     With a ``memory`` those of images that a network has seen before are taken from there.
     """
@@ -372,7 +372,7 @@ def features_of_batches(
 def _remembered_features(
     images: Tensor, network: AdaptedNetwork, batch_size: int, memory: PictureMemory, fingerprint: bytes
 ) -> tuple[Tensor, int]:
-    """Features (n, d) of images (n, 3, s, s), computed of those alone that are not in memory."""
+    """Features (n, d) of images (n, 3, s, s), computed only for those that are not in memory."""
     pixels = images.to(network.dtype).permute(0, 2, 3, 1).contiguous().view(torch.uint8).cpu().numpy()
     keys = [FEATURES + hashlib.sha256(fingerprint + hashlib.sha256(image).digest()).digest() for image in pixels]
     known = memory.get(keys)

@@ -627,7 +627,7 @@ def _read_sources(sources: list[Path], **options: Any) -> LabelledImages:
 
 
 def _with_unknown_label(labelled: LabelledImages, unknown_label: Any) -> LabelledImages:
-    """With this label, however it is written, as examples of no class; without what else is the label of none.
+    """With this label, in any spelling, for examples of no class; without other labels of rejected images.
 
     A label that only sounds as if it were of no class stays a class, with a note.
     """

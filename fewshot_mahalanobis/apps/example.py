@@ -25,7 +25,7 @@ _SKY = (0, 420, 30)
 
 
 class Example(NamedTuple):
-    """Three classes of five pictures, two queries of each, and a picture of none: the sky."""
+    """Three classes of five pictures, two queries of each, and a picture of no class: the sky."""
 
     support: list[Image.Image]
     labels: list[str]

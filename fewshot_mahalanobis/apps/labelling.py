@@ -424,7 +424,7 @@ def _columns(
     min_probability: float | None,
     errors: bool,
 ) -> list[_Column]:
-    """A table of answers, which says of each row whether somebody has checked it: nobody has.
+    """A table of answers, with an empty column for the user's marks.
 
     Its columns are path and label; those of :data:`ANSWER_COLUMNS`, "doubtful" only with ``min_probability`` or
     candidates; "candidates", "group" and "new_class"; those of :data:`GRADE_COLUMNS`, if the classifier rejects; the

@@ -176,7 +176,7 @@ def _accuracy(summary: SupportSummary, adapted: bool) -> str:
 
 
 def _write_strips(folder: Path, state: ClassifierState, X: Any, y: ArrayLike) -> dict[int, str]:
-    """Write the first images of each class side by side as one JPEG, without what their files say of them."""
+    """Write the first images of each class side by side as one JPEG, without their files' metadata."""
     parameters, classes = state.parameters, state.fitted_head.classes
     settings = {name: parameters[name] for name in ("n_jobs", "value_range", "pages", "bands")}
     images = ImageBatches(X, SIDE, **settings)

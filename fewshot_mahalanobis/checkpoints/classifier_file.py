@@ -401,7 +401,7 @@ def read_feature_classifier(
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the file in what goes wrong with its contents."""
+    """Name the file in errors about its contents."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:

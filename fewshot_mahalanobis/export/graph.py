@@ -263,7 +263,7 @@ def _not_exported(what: str, error: Exception) -> ValueError:
 
 
 def _properties(model: SimpleCNAPS, fitted: FittedHead, pixels: bool) -> dict[str, str]:
-    """What the file of a task says about itself."""
+    """The properties of a task's file."""
     size, classes = model.image_size, {"classes": json.dumps(fitted.classes.tolist())}
     if not pixels:
         return classes | {

@@ -113,7 +113,7 @@ def _unpacked(item: Any) -> Any:
 
 
 def item_of(images: Sequence[Any], index: int, lock: Lock) -> Any:
-    """Item of a checked collection; ImageError if it does not give it. Others' sequences are asked one at a time."""
+    """An item of a checked collection; ImageError if it fails to give one. Others' sequences are read in turn."""
     if isinstance(images, list | tuple | np.ndarray | Tensor):
         return images[index]
     with lock, _naming(images.dataset if isinstance(images, _ImagesOfPairs) else images, index):
@@ -460,7 +460,7 @@ def _contents(file: Any) -> bytes:
 
 
 def _opened_anew(image: Image.Image) -> Image.Image:
-    """A lazily opened image once more, from the bytes of its file, so that the caller's is not left loaded or changed.
+    """Open an image again from the bytes of its file, so that the caller's is neither loaded nor changed.
 
     The image itself if it is loaded, or is not the first of several, whose file would be read for each of them.
     """

@@ -176,7 +176,7 @@ class ImageBatches:
         Length of the collection, including images that are left out.
     is_narrow : bool
         After an iteration: whether its images kept to so small a part of their range that a warning asked for it.
-        Nothing is told apart then that looks alike.
+        Then pictures that look alike cannot be distinguished.
 
     Raises
     ------
@@ -343,7 +343,7 @@ def _remembered(
     read_anew: Callable[[], list[Square | ImageError]],
     new: deque[tuple[bytes, bytes]],
 ) -> list[Square | ImageError]:
-    """Squares of images that are read together, one file or regions of one, from memory or as they are read anew.
+    """Squares of images that are read together, one file or regions of one, from memory or read anew.
 
     Those that are not in memory are added to ``new``, by their keys.
     """

@@ -7,7 +7,7 @@ _MOST = 300
 
 
 def shortened(error: Exception) -> str:
-    """The message of an error of others, which may quote a whole input."""
+    """The message of another library's error, shortened, as it may quote a whole input."""
     text = str(error)
     return text if len(text) <= 2 * _MOST else f"{text[:_MOST]} ... {text[-_MOST:]}"
 

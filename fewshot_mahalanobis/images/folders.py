@@ -80,7 +80,7 @@ class FolderImages:
         return f"Left out: {_listed(self.ignored)}." if self.ignored else ""
 
     def without(self, files: Iterable[Path]) -> FolderImages:
-        """The same with these of the other files not left out."""
+        """The same, with these files no longer among those left out."""
         return replace(self, ignored=self.ignored - Counter(_kind_of_name(file.name) for file in files))
 
 

@@ -205,7 +205,7 @@ def lost_tags(file: BinaryIO, image: Image.Image) -> bool:
 
 
 def _tiff_without_metadata(data: bytes, keep: Collection[int]) -> bytes:
-    """Those entries alone of each directory whose tags are to be kept."""
+    """Each directory with only the entries whose tags are to be kept."""
     changed, order, seen = bytearray(data), _CLASSIC_TIFF[data[:4]], set[int]()
     place = int.from_bytes(data[4:8], order)
     while place and place not in seen and place + 2 <= len(data):

@@ -57,7 +57,7 @@ _IF_OPACITY = "bands=(0, 1, 2, 3) if the fourth is opacity"
 
 
 class Reading(NamedTuple):
-    """How images are read, as far as a user says it."""
+    """The user's settings for reading images."""
 
     value_range: ValueRange | None = None
     pages: Pages | None = None
@@ -69,7 +69,7 @@ AS_DECLARED = Reading()
 
 
 def checked_reading(value_range: Any = None, pages: Any = None, bands: Any = None) -> Reading:
-    """The settings of an estimator; ValueError if one is none."""
+    """The settings of an estimator; ValueError if one is invalid."""
     numbers = _numbers(pages)
     if pages is not None and pages not in _WORDS and (numbers is None or len(numbers) not in (1, 3)):
         raise ValueError(
@@ -143,7 +143,7 @@ def picked_pages(found: Iterator[int], pages: Pages | None) -> list[int]:
 
 
 def _pages(image: Image.Image) -> Iterator[int]:
-    """Frames of a file, but for smaller versions and masks; the image is moved, and back in the end."""
+    """Frames of a file, without smaller versions and masks; the image is at its frame again in the end."""
     number = 0
     while True:
         try:

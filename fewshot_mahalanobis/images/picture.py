@@ -219,7 +219,7 @@ def _over_range(image: Image.Image, colours: NDArray[np.uint16], known: ValueRan
 
 
 def _square(image: Image.Image, depth: _Depth, size: int, value_range: ValueRange | None, remarks: list[str]) -> Square:
-    """What is left to do for an upright image."""
+    """The remaining steps for an upright image."""
     small, span = _small(image, depth, size, value_range, remarks)
     # Columns before rows, as Pillow did before 13: newer ones choose the order by the shape, and so round differently.
     for shape in ((size, small.height), (size, size)):
@@ -565,7 +565,7 @@ def _to_rgb(image: Image.Image, depth: _Depth, value_range: ValueRange | None) -
 def _deep_to_rgb(
     values: NDArray[Any], depth: _Depth, value_range: ValueRange | None
 ) -> tuple[Image.Image, Span | None]:
-    """Grey of more than 8 bits; the file's word goes before the user's."""
+    """Grey of more than 8 bits; a range that the file declares takes precedence over the user's."""
     known = depth.declared
     if known is None and depth.significant is not None:
         known = range_of_significant(values, depth.significant)
@@ -578,6 +578,6 @@ def _deep_to_rgb(
 
 
 def _halved(image: Image.Image, size: int) -> Image.Image:
-    """Step 3 of the module."""
+    """Step 3 at the top of this module."""
     times = min(image.size) // (2 * size)
     return image.reduce(1 << (times.bit_length() - 1)) if times > 1 else image

@@ -183,7 +183,7 @@ def span_of(values: NDArray[Any], white: float) -> Span:
 
 
 def narrow_range(spans: Iterable[Span]) -> str | None:
-    """A remark if all images of a kind use less than a quarter of their range, or None; constant ones say nothing."""
+    """A remark if all images of a kind use less than a quarter of their range, or None; constant ones do not count."""
     by_kind: dict[float, list[Span]] = {}
     for span in spans:
         by_kind.setdefault(span.white, []).append(span)

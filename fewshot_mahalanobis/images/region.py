@@ -95,7 +95,7 @@ class Region:
         return f"box ({', '.join(map(str, self.box))})" + (f", {self.name}" if self.name else "")
 
     def problem(self) -> str | None:
-        """Why the box is none, as far as that shows without the picture; or None."""
+        """Why the box is invalid, as far as the box alone shows; or None."""
         width, height = self.box[2:]
         if width <= 0 or height <= 0:
             return f"the box is empty: its width is {width} and its height {height}"

@@ -1,4 +1,4 @@
-"""Tables of answers: what ``predict`` says of each picture, and which of its rows a person has turned into labels.
+"""Tables of answers: the answers of ``predict``, and which of them a person has turned into labels.
 
 The columns are written by ``apps/labelling.py``. A row is the dict of its cells by column.
 """

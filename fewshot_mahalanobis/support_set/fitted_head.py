@@ -61,7 +61,7 @@ _CPU = torch.device("cpu")
 
 
 class Values(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is kept beside heads, classes and tensors, as JSON has it; ``group_names`` is None if none was named."""
+    """A state beside heads, classes and tensors, in types of JSON; ``group_names`` is None if none was named."""
 
     temperature: float
     priors: list[float] | None

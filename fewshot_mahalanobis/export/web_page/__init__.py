@@ -121,7 +121,7 @@ def _listed(classes: Sequence[str], most: int = 20) -> str:
 
 
 def _data(picture: NDArray[np.uint8] | None) -> str | None:
-    """A picture as an address that has it whole, without what a file says about it."""
+    """A picture as a data URL, without its file's metadata."""
     if picture is None:
         return None
     file = io.BytesIO()
