@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from fewshot_mahalanobis.apps.journal import Journal
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
     from fewshot_mahalanobis.images.folders import LabelledImages
+    from fewshot_mahalanobis.images.picture_sources import Pictures
     from fewshot_mahalanobis.images.region import Region
-    from fewshot_mahalanobis.images.sources import Pictures
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -618,7 +618,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 def _read_sources(sources: list[Path], **options: Any) -> LabelledImages:
     """Images and labels of folders, tables and files of boxes; says what was left out and what was corrected."""
-    from fewshot_mahalanobis.images.sources import read_sources
+    from fewshot_mahalanobis.images.picture_sources import read_sources
 
     labelled, notes = read_sources(sources, **options)
     for note in notes:
@@ -695,7 +695,7 @@ def _shares(priors: str) -> dict[str, float] | str:
 
 def _find_pictures(places: list[Path], **options: Any) -> Pictures:
     """The pictures of files, folders and tables; says what was left out."""
-    from fewshot_mahalanobis.images.sources import find_pictures
+    from fewshot_mahalanobis.images.picture_sources import find_pictures
 
     found = find_pictures(places, **options)
     for note in found.notes:

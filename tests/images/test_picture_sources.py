@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fewshot_mahalanobis.images.sources import read_sources
+from fewshot_mahalanobis.images.picture_sources import read_sources
 from tests.tiny import pictures
 
 #: As `predict --min-probability 0.5` writes it, with a correction, a mark, an answer in doubt and one of no class.
