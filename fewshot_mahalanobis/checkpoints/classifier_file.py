@@ -107,6 +107,10 @@ class _HeadParameters(_Record):
     unknown_label: str | int | float | None
     false_rejection_rate: float
 
+    def check(self) -> None:
+        """Raise ValueError if one cannot be used, when a file is written or read."""
+        check_settings(self.temperature, self.false_rejection_rate)
+
 
 class Parameters(_HeadParameters):
     """Constructor arguments of the classifier of images."""
@@ -120,6 +124,12 @@ class Parameters(_HeadParameters):
     image_size: int | None
     pages: str | int | tuple[int, ...] | None = None  # files of earlier versions have neither
     bands: int | tuple[int, ...] | None = None
+
+    def check(self) -> None:
+        """Raise ValueError if one cannot be used, when a file is written or read."""
+        super().check()
+        check_precision(self.precision)
+        checked_reading(self.value_range, self.pages, self.bands)
 
 
 class FeatureParameters(_HeadParameters):
@@ -193,8 +203,7 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
     OSError
         The file cannot be written.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in stored_weights(state.model).items()}
-    tensors |= {} if state.film is None else state.film.tensors()
+    tensors = _network_tensors(state.model, state.film)
     tensors = {name: _smallest_lossless(tensor.detach().cpu()) for name, tensor in tensors.items()}
     kept, own_head = state.fitted_head.to_state(), state.fitted_head.head is state.model.head
     tensors |= kept["tensors"]
@@ -221,7 +230,6 @@ def write_classifier(state: ClassifierState, path: str | os.PathLike[str]) -> No
         ),
         precision=state.precision,
     )
-    check_precision(header.parameters.precision)  # the checks of reading
     _write(path, OF_IMAGES, header, tensors)
 
 
@@ -281,18 +289,23 @@ def _fitted(state: Mapping[str, Any], name: str | None = None) -> Fitted:
 
 def _head_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     head = parameters["head"]
-    checked = {
+    return {
         "head": head if isinstance(head, str) else describe_head(head),
         "temperature": _number_or_auto(parameters["temperature"]),
         "unknown_label": parameters["unknown_label"],
         "false_rejection_rate": float(parameters["false_rejection_rate"]),
     }
-    check_settings(checked["temperature"], checked["false_rejection_rate"])  # the checks of reading
-    return checked
+
+
+def _network_tensors(model: SimpleCNAPS, film: Film | None) -> dict[str, Tensor]:
+    """Weights and FiLM parameters by their names in a file."""
+    weights = {f"model.{name}": tensor for name, tensor in stored_weights(model).items()}
+    return weights | ({} if film is None else film.tensors())
 
 
 def _write(path: str | os.PathLike[str], kind: str, header: _Header, tensors: dict[str, Tensor]) -> None:
     """Write a file, which appears whole or not at all."""
+    header.parameters.check()
     metadata = {"format": _format(kind), "classifier": json.dumps(msgspec.to_builtins(header))}
     with atomic_replace(path) as temporary:
         try:
@@ -359,25 +372,25 @@ def read_classifier(
     target = choose_device(device)
     model = model_without_weights(header.model, str(path), backbone)
     with _named(path):
-        with torch.device("meta"):  # expected tensors take no memory
-            adapted = any(name.startswith("film.") for name in shapes)
-            expected = {f"model.{name}": tensor for name, tensor in stored_weights(model).items()}
-            expected |= Film.identity(model.feature_extractor.film_positions if adapted else {}).tensors()
-            width, classes = model.feature_extractor.out_features, len(header.labels.classes)
-            expected |= expected_tensors(shapes, width, classes, torch.float32, images=True)
-        tensors = _read_tensors(path, header, expected)
+        tensors = _read_tensors(path, header, _expected(model, header, shapes))
         weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
         model = fill(model, weights).to(target)
-        check_precision(header.parameters.precision)
-        check_precision(header.precision)
-        read = header.parameters
-        checked_reading(read.value_range, read.pages, read.bands)
-        head = make_head(header.fitted.head, model.config, model.head)
-        fitted_head = _fitted_head(header, tensors, head, target)
-        parameters = _parameters(header.parameters, fitted_head)
-        parameters |= {"checkpoint": model if header.checkpoint is None else header.checkpoint, "device": device}
         film = Film.from_tensors(tensors).to(target) or None
+        fitted_head = _fitted_head(header, tensors, make_head(header.fitted.head, model.config, model.head), target)
+        parameters = _parameters(header.parameters, fitted_head)
+        check_precision(header.precision)
+        parameters |= {"checkpoint": model if header.checkpoint is None else header.checkpoint, "device": device}
         return ClassifierState(parameters, model, film, header.precision, fitted_head, _allowed(header.labels))
+
+
+def _expected(model: SimpleCNAPS, header: Header, shapes: Mapping[str, list[int]]) -> dict[str, Tensor]:
+    """What the file of a classifier with this model must have; the tensors take no memory."""
+    extractor = model.feature_extractor
+    with torch.device("meta"):
+        adapted = any(name.startswith("film.") for name in shapes)
+        expected = _network_tensors(model, Film.identity(extractor.film_positions) if adapted else None)
+        classes = len(header.labels.classes)
+        return expected | expected_tensors(shapes, extractor.out_features, classes, torch.float32, images=True)
 
 
 @one_thread()
@@ -453,7 +466,7 @@ def _read_header(path: Path, text: str, header_type: type[_AnyHeader]) -> _AnyHe
 
 def _parameters(record: _HeadParameters, fitted_head: FittedHead) -> dict[str, Any]:
     """Constructor arguments; ``priors`` as they are in force, in the order of the classes."""
-    check_settings(record.temperature, record.false_rejection_rate)
+    record.check()
     parameters = msgspec.structs.asdict(record)
     if isinstance(record.head, dict):
         parameters["head"] = make_head(record.head)
