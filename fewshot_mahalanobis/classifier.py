@@ -36,7 +36,7 @@ from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.plain import snapshot
 from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 from fewshot_mahalanobis.support_set.copies import chained, checked_groups, equal_rows, group_names, once_each
-from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
+from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin, LabelledExamples
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
 from fewshot_mahalanobis.support_set.labels import (
@@ -377,7 +377,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
 
         # 5. Fit the head.
         fitted_head = self._fit_head(
-            head, examples, labels, names, copies, batches.name, priors=priors, unlabelled=pool
+            head, LabelledExamples(examples, labels, names, copies, batches.name), priors, pool
         )
         small, paths = _classes_first(known, compared, batches.names())
         return _Fitted(network.device, model, self.precision, network, fitted_head, unadapted, allowed, small, paths)
@@ -604,7 +604,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             return f"image {index - earlier}" if batches is None else batches.name(index - earlier)
 
         pool = self._unlabelled_features(others, network, examples.adapted)
-        fitted_head = self._fit_head(before.head, examples, labels, names, copies, name, before, earlier, priors, pool)
+        every = LabelledExamples(examples, labels, names, copies, name, earlier)
+        fitted_head = self._fit_head(before.head, every, priors, pool, before)
         paths = None if batches is None else batches.names()
         if paths is not None or fitted.names is not None:
             paths = [*(fitted.names or [None] * earlier)[:earlier], *(paths or [None] * n)]

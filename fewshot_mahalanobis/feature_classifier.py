@@ -17,7 +17,7 @@ from fewshot_mahalanobis.gaussians.support import class_means
 from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, MahalanobisHead, make_head
 from fewshot_mahalanobis.plain import snapshot
 from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows, group_names, once_each
-from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
+from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin, LabelledExamples
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
 from fewshot_mahalanobis.support_set.labels import allowed_classes, check_allowed, joined_labels, label_array
@@ -341,8 +341,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         examples = Features(torch.tensor(features, device="cpu"))
         priors = checked_priors(self.priors, np.unique(labels[self._of_classes(labels)]), allowed)
         copies = equal_rows(examples.adapted)
-        name = "example {}".format
-        return self._fit_head(self._head(), examples, labels, names, copies, name, before, earlier, priors, unlabelled)
+        every = LabelledExamples(examples, labels, names, copies, "example {}".format, earlier)
+        return self._fit_head(self._head(), every, priors, unlabelled, before)
 
     def _head(self) -> Head[Any]:
         given = {"beta": self.beta, "task_covariance": self.task_covariance, "scale": self.scale}

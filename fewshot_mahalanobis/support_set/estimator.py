@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from itertools import compress
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -49,6 +50,17 @@ Classifier = TypeVar("Classifier", bound="FittedHeadMixin")
 
 #: Most unlabelled examples that are learned from.
 MAX_UNLABELLED = 2000
+
+
+class LabelledExamples(NamedTuple):
+    """Everything that ``fit`` and ``partial_fit`` were given with a label, of classes and of none: n examples."""
+
+    features: Features
+    labels: NDArray[Any]  # (n,)
+    group_names: list[Any]  # n, None where an example is of no group
+    copies: NDArray[np.int64]  # pairs (p, 2)
+    name: Callable[[int], str]  # what messages call an example
+    earlier: int = 0  # so many of them, the first, are of earlier calls
 
 
 class FittedHeadMixin(ClassifierMixin):
@@ -351,34 +363,30 @@ class FittedHeadMixin(ClassifierMixin):
     def _fit_head(
         self,
         head: Head[Any],
-        examples: Features,
-        labels: NDArray[Any],
-        group_names: list[Any],
-        copies: NDArray[np.int64],
-        name: Callable[[int], str],
+        examples: LabelledExamples,
+        priors: NDArray[Any] | None,
+        unlabelled: Tensor | None,
         before: FittedHead | None = None,
-        earlier: int = 0,
-        priors: NDArray[Any] | None = None,
-        unlabelled: Tensor | None = None,
     ) -> FittedHead:
-        """Fit a head to examples of classes, of none, and without a label (m, d), and warn of new copies.
+        """Fit a head to examples with a label, and others without one (m, d), and warn of new copies.
 
-        With ``before`` the first ``earlier`` examples are known from it, and so are their copies and its unlabelled
-        examples, to which ``unlabelled`` ones are added.
+        With ``before`` the earlier examples are known from it, and so are their copies and its unlabelled examples, to
+        which ``unlabelled`` ones are added.
         """
+        features, labels, group_names, copies, name, earlier = examples
         if before is not None and before.pool is not None:
             pool = before.pool.features if unlabelled is None else torch.cat([before.pool.features, unlabelled])
-            pairs = equal_rows(torch.cat([examples.adapted, pool]))
+            pairs = equal_rows(torch.cat([features.adapted, pool]))
             unlabelled = once_each(pool, len(labels), pairs)
             unlabelled = unlabelled[self._evenly(len(unlabelled))]
         known = self._of_classes(labels)
         classes, codes = np.unique(labels[known], return_inverse=True)
-        group_names = [each for each, of_class in zip(group_names, known, strict=True) if of_class]
+        group_names = [*compress(group_names, known)]
         places, pairs = known.cumsum() - 1, copies[known[copies].all(axis=1)]
-        of_classes, indices = examples.rows_where(known), torch.from_numpy(codes)
+        support, indices = features.rows_where(known), torch.from_numpy(codes)
         fitted = FittedHead.fit(
             head,
-            of_classes,
+            support,
             indices,
             classes,
             temperature=self.temperature,
@@ -388,8 +396,8 @@ class FittedHeadMixin(ClassifierMixin):
             similarities=self._similarities,
             group_names=group_names,
             copies=places[pairs],
-            twins=near_twins(of_classes.adapted, indices) if self._has_twins else None,
-            negatives=None if known.all() else examples.rows_where(~known),
+            twins=near_twins(support.adapted, indices) if self._has_twins else None,
+            negatives=None if known.all() else features.rows_where(~known),
             unlabelled=unlabelled,
         )
         if before is not None and before.calibration is not None:
