@@ -356,7 +356,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         # 2. Validate: what is wrong is found before the network runs.
         labels = checked_labels(y, batches.n_images)
         names = batches.photographs() if groups is None else checked_groups(groups, batches.n_images)
-        known = self._of_classes(labels)
+        known = self._have_class(labels)
         self._check_classes(labels[known], allowed)
         priors = checked_priors(self.priors, np.unique(labels[known]), allowed)
         others = self._unlabelled_batches(unlabelled, unlabelled_groups, head, model)
@@ -574,7 +574,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         photographs = [None] * n if batches is None else batches.photographs(earlier)
         names = before.group_names + [None] * (earlier - len(before.labels))
         names += photographs if groups is None else checked_groups(groups, n)
-        with_class = self._of_classes(labels)
+        with_class = self._have_class(labels)
         check_allowed(labels[with_class], allowed)
         output_labels(np.unique(labels[with_class]), self.unknown_label)  # checked before the network runs
         priors = checked_priors(self.priors, np.unique(labels[with_class]), allowed)

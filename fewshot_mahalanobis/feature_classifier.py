@@ -287,7 +287,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             features = np.concatenate([examples.adapted.numpy(), features])
             labels = joined_labels(earlier_labels, labels)
             names = before.group_names + [None] * (earlier - len(before.labels)) + names
-        check_allowed(labels[self._of_classes(labels)], allowed)
+        check_allowed(labels[self._have_class(labels)], allowed)
         pool = self._unlabelled(unlabelled, unlabelled_groups, columns, features)
         fitted_head = self._fitted_to(features, labels, names, allowed, before, earlier, pool)
         return _Fitted(columns, fitted_head, allowed)
@@ -339,7 +339,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         unlabelled: torch.Tensor | None = None,
     ) -> FittedHead:
         examples = Features(torch.tensor(features, device="cpu"))
-        priors = checked_priors(self.priors, np.unique(labels[self._of_classes(labels)]), allowed)
+        priors = checked_priors(self.priors, np.unique(labels[self._have_class(labels)]), allowed)
         copies = equal_rows(examples.adapted)
         every = LabelledExamples(examples, labels, names, copies, "example {}".format, earlier)
         return self._fit_head(self._head(), every, priors, unlabelled, before)

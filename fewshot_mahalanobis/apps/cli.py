@@ -364,10 +364,10 @@ def fit(
     counts = ", ".join(f"{name} {n}" for name, n in zip(classifier.classes_, classifier.class_counts_, strict=True))
     classes = "class" if len(classifier.classes_) == 1 else "classes"
     negatives = classifier.fitted_head_.negatives
-    of_no_class = "" if negatives is None else f", and {number_of(len(negatives.adapted), 'image')} of no class"
+    rejected = "" if negatives is None else f", and {number_of(len(negatives.adapted), 'image')} of no class"
     pool = classifier.fitted_head_.pool
     others_too = "" if pool is None else f", and {number_of(len(pool.features), 'unlabelled image')}"
-    typer.echo(f"{output}: {len(classifier.classes_)} {classes} ({counts}){of_no_class}{others_too}")
+    typer.echo(f"{output}: {len(classifier.classes_)} {classes} ({counts}){rejected}{others_too}")
     if report:
         typer.echo(classifier.summary().describe())
     report_skipped(skipped, len(images) + len(others))
@@ -634,7 +634,7 @@ def _with_unknown_label(labelled: LabelledImages, unknown_label: Any) -> Labelle
     from fewshot_mahalanobis.support_set.labels import folded
 
     if unknown_label is None:
-        labelled = _of_classes(labelled, None, ". To learn from them, set --unknown-label when the model is made")
+        labelled = _without_rejected(labelled, None, ". To learn from them, set --unknown-label when the model is made")
     else:
         none = str(unknown_label)
         labels = [none if folded(label) == folded(none) else label for label in labelled.labels]
@@ -653,7 +653,7 @@ def _with_unknown_label(labelled: LabelledImages, unknown_label: Any) -> Labelle
 _SOUND_LIKE_NO_CLASS = {"none of these", "none of them", "none of the above", "none", "nothing", "no class", "unknown"}
 
 
-def _of_classes(labelled: LabelledImages, unknown_label: Any, remedy: str = "") -> LabelledImages:
+def _without_rejected(labelled: LabelledImages, unknown_label: Any, remedy: str = "") -> LabelledImages:
     """Without the images of no class; says how many these are."""
     from fewshot_mahalanobis.apps.session import UNKNOWN
 
@@ -825,7 +825,7 @@ def sort(
         from fewshot_mahalanobis.images.folders import find_images, kinds_of
 
         found = {place: find_images(place) for place in images}
-        paths = [path for of_place in found.values() for path in of_place.paths]
+        paths = [path for in_place in found.values() for path in in_place.paths]
 
         groups = _groups_of(paths, how, value)
 
@@ -852,8 +852,8 @@ def sort(
         )
         if journal is not None:
             journal.remove()
-    for place, of_place in found.items():
-        if note := of_place.without(file for file in done.went_along if file.is_relative_to(place)).note():
+    for place, in_place in found.items():
+        if note := in_place.without(file for file in done.went_along if file.is_relative_to(place)).note():
             _note(f"{place}: {note}")
     if done.went_along:
         _note(f"Moved with their images: {kinds_of(done.went_along)}.")
@@ -929,7 +929,7 @@ def page(
         named = {} if title is None else {"title": title}
         if model is not None:
             classifier = SimpleCNAPSClassifier.load(model)
-            pictures = labelled and _of_classes(labelled, classifier.unknown_label).images
+            pictures = labelled and _without_rejected(labelled, classifier.unknown_label).images
             classifier.export_page(output, **named, support=pictures, runtime=runtime)
         else:
             checkpoint = "default" if start is None else SimpleCNAPSClassifier.load(start)

@@ -530,8 +530,8 @@ def write_parquet(
 
     def array(column: _Column) -> Any:
         values = [as_text(value) for value in column.values]
-        of_labels = None if any(value is not None for value in values) else pa.string()
-        return pa.array(values, types.get(column.kind, of_labels))
+        text = None if any(value is not None for value in values) else pa.string()
+        return pa.array(values, types.get(column.kind, text))
 
     columns = _columns(predictions, classes, top_k, min_probability, errors)
     parquet.write_table(pa.table([*map(array, columns)], names=[as_text(column.name) for column in columns]), file)

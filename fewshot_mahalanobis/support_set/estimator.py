@@ -379,7 +379,7 @@ class FittedHeadMixin(ClassifierMixin):
             pairs = equal_rows(torch.cat([features.adapted, pool]))
             unlabelled = once_each(pool, len(labels), pairs)
             unlabelled = unlabelled[self._evenly(len(unlabelled))]
-        known = self._of_classes(labels)
+        known = self._have_class(labels)
         classes, codes = np.unique(labels[known], return_inverse=True)
         group_names = [*compress(group_names, known)]
         places, pairs = known.cumsum() - 1, copies[known[copies].all(axis=1)]
@@ -410,8 +410,8 @@ class FittedHeadMixin(ClassifierMixin):
         warn_of_contradictions(copies, labels, name, earlier)
         return fitted
 
-    def _of_classes(self, labels: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which labels (n,) are of classes, and not ``unknown_label``. ValueError if none is."""
+    def _have_class(self, labels: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which labels (n,) name a class, and are not ``unknown_label``. ValueError if none does."""
         known = np.array([self.unknown_label is None or label != self.unknown_label for label in labels.tolist()])
         if not known.any():
             raise ValueError(
@@ -420,7 +420,7 @@ class FittedHeadMixin(ClassifierMixin):
         return known
 
     def _earlier(self, before: FittedHead) -> tuple[Features, NDArray[Any]]:
-        """Examples that earlier calls were given, of classes and then of none, and their labels.
+        """Examples of earlier calls, those with a class first, and their labels.
 
         ValueError if ``unknown_label`` has become the label of a class.
         """
