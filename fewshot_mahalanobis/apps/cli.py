@@ -466,10 +466,10 @@ def predict(
         elif sys.__stdout__ is None:
             raise OSError("standard output is closed, and the labels are written to it")
 
-        from fewshot_mahalanobis.apps import labelling
+        from fewshot_mahalanobis.apps import answer_files, labelling
 
         if ending == ".parquet":
-            labelling.import_parquet()
+            answer_files.import_parquet()
         found, groups = _find_groups(
             images,
             group_by,
@@ -515,17 +515,17 @@ def predict(
         table = rows, classes if proba else [], top_k, min_probability, skip_errors
         if again:
             labels, shown = classifier.fitted_head_.output_labels.tolist(), len(classes) if proba else max(top_k, 1)
-            text = labelling.filled_in(again[0], predictions, skipped, labels, shown) + "\n"
+            text = answer_files.filled_in(again[0], predictions, skipped, labels, shown) + "\n"
         elif ending == ".json":
-            text = labelling.to_json(rows, proba, top_k, min_probability) + "\n"
+            text = answer_files.to_json(rows, proba, top_k, min_probability) + "\n"
         else:
-            text = labelling.to_csv(*table)
+            text = answer_files.to_csv(*table)
         if output is not None:
             from fewshot_mahalanobis.checkpoints.files import atomic_replace
 
             with atomic_replace(output) as temporary:
                 if ending == ".parquet":
-                    labelling.write_parquet(temporary, *table)
+                    answer_files.write_parquet(temporary, *table)
                 else:
                     temporary.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
         if journal is not None:

@@ -1,17 +1,13 @@
-"""Fit a classifier to labelled image files, label other files, and write the answers as a table."""
+"""Fit a classifier to labelled image files, and label other files."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,14 +16,11 @@ from torch import Tensor
 
 from fewshot_mahalanobis.apps.journal import Journal
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
-from fewshot_mahalanobis.extras import install_command
-from fewshot_mahalanobis.images.boxes import BOX_COLUMNS, Boxes
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
 from fewshot_mahalanobis.images.memory import remembered_in
 from fewshot_mahalanobis.images.region import Region
 from fewshot_mahalanobis.images.same_picture import same_pictures, small_pictures
-from fewshot_mahalanobis.support_set.answers import ANSWER_COLUMNS, GRADE_COLUMNS
 from fewshot_mahalanobis.support_set.copies import equal_rows
 from fewshot_mahalanobis.support_set.estimator import Predictions
 from fewshot_mahalanobis.support_set.features import Features
@@ -39,8 +32,6 @@ Picture = TypeVar("Picture", bound=Path | Region)
 
 #: What a proposed class is called until somebody names it, by its number from 1 on.
 NEW_CLASS = "new-{}"
-#: What stands between the candidates of a cell.
-_BETWEEN = "; "
 #: Batch size where images are decoded while others are classified: small, because the first batch is waited for.
 _BATCH = 16
 #: Side of the squares of images that are only checked, in pixels.
@@ -368,10 +359,6 @@ def _labelled(
         }
 
 
-def _new_name(number: int | None) -> str | None:
-    return NEW_CLASS.format(number) if number else None
-
-
 def _file(picture: Path | Region) -> Path:
     return Path(picture.image) if isinstance(picture, Region) else picture
 
@@ -407,226 +394,6 @@ def _at_threshold(answers: Predictions, classes: list[Any], label: Any, threshol
     ranked = answers.probabilities.copy()
     ranked[:, column] = np.where(ranked[:, column] >= threshold, np.inf, -np.inf)
     return np.where(answers.unknown, answers.probabilities.argmax(axis=1), ranked.argmax(axis=1))
-
-
-class _Column(NamedTuple):
-    """A column of a table of answers; None where a cell is empty."""
-
-    name: str
-    kind: Literal["text", "label", "number", "share", "mark"]
-    values: list[Any]
-
-
-def _columns(
-    predictions: Sequence[LabelledFile],
-    classes: Sequence[Any],
-    top_k: int,
-    min_probability: float | None,
-    errors: bool,
-) -> list[_Column]:
-    """A table of answers, with an empty column for the user's marks.
-
-    Its columns are path and label; those of :data:`ANSWER_COLUMNS`, "doubtful" only with ``min_probability`` or
-    candidates; "candidates", "group" and "new_class"; those of :data:`GRADE_COLUMNS`, if the classifier rejects; the
-    probability of each of ``classes``; the ``top_k`` best labels with theirs; with ``errors`` what is wrong with
-    pictures that cannot be read.
-
-    Where a prediction is of a region, its box stands between path and label, in the columns of a table of boxes. The
-    column of a class is named after it. Where another column has that name, "probability of " stands before it.
-    """
-
-    def answered(value: Callable[[LabelledFile], Any]) -> list[Any]:
-        return [value(each) if each.error is None else None for each in predictions]
-
-    columns = [_Column("path", "text", [os.fspath(each.path) for each in predictions])]
-    if any(each.box for each in predictions):
-        sides = zip(*(each.box or [None] * len(BOX_COLUMNS) for each in predictions), strict=True)
-        columns += [_Column(name, "number", [*values]) for name, values in zip(BOX_COLUMNS, sides, strict=True)]
-    columns += [
-        _Column("label", "label", answered(lambda each: each.label)),
-        _Column("checked", "text", [None] * len(predictions)),
-        _Column("predicted", "label", answered(lambda each: each.label)),
-        _Column("probability", "share", answered(lambda each: each.probability)),
-    ]
-    if any(each.doubtful(min_probability) is not None for each in predictions):
-        columns.append(_Column("doubtful", "mark", answered(lambda each: each.doubtful(min_probability))))
-    if any(each.candidates is not None for each in predictions):
-        joined = answered(lambda each: _BETWEEN.join(map(str, each.candidates or ())))
-        columns.append(_Column("candidates", "text", joined))
-    if any(each.group is not None for each in predictions):
-        columns.append(_Column("group", "label", answered(lambda each: each.group)))
-    if any(each.new_class is not None for each in predictions):
-        columns.append(_Column("new_class", "text", answered(lambda each: _new_name(each.new_class))))
-    if any(each.grade is not None for each in predictions):
-        columns.append(_Column(GRADE_COLUMNS[0], "label", answered(lambda each: each.grade and each.grade.best)))
-        for place, name in enumerate(GRADE_COLUMNS[1:], start=1):
-            values = [None if each.grade is None else each.grade[place] for each in predictions]
-            columns.append(_Column(name, "share", values))
-    best = list[_Column]()
-    ranked = [each.top(top_k) for each in predictions]
-    for place in range(top_k):
-        found = [top[place] if top else (None, None) for top in ranked]
-        best.append(_Column(f"label_{place + 1}", "label", [label for label, _ in found]))
-        best.append(_Column(f"probability_{place + 1}", "share", [share for _, share in found]))
-    if errors:
-        best.append(_Column("error", "text", [each.error for each in predictions]))
-    taken = {"path", "label", *ANSWER_COLUMNS, *(column.name for column in (*columns, *best))}
-    for label, name in zip(classes, _class_columns(classes, taken), strict=True):
-        shares = [each.probabilities[label] if each.probabilities else None for each in predictions]
-        columns.append(_Column(name, "share", shares))
-    return columns + best
-
-
-def to_csv(
-    predictions: Sequence[LabelledFile],
-    classes: Sequence[Any] = (),
-    top_k: int = 0,
-    min_probability: float | None = None,
-    errors: bool = False,
-) -> str:
-    """A table of answers as CSV.
-
-    Parameters
-    ----------
-    predictions : sequence of LabelledFile
-    classes : sequence
-        Those whose probabilities have a column.
-    top_k : int
-        So many of the most probable labels have columns.
-    min_probability : float, optional
-        Mark answers as doubtful that are less probable.
-    errors : bool
-        Add a column for what is wrong with pictures that cannot be read.
-    """
-    formats: dict[str, Callable[[Any], Any]] = {"share": "{:.6f}".format, "mark": lambda mark: "yes" if mark else ""}
-
-    def cells(column: _Column) -> list[Any]:
-        shown = formats.get(column.kind, lambda value: value)
-        return ["" if value is None else shown(value) for value in column.values]
-
-    columns = _columns(predictions, classes, top_k, min_probability, errors)
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(column.name for column in columns)
-    table.writerows(zip(*map(cells, columns), strict=True))
-    return text.getvalue()
-
-
-def write_parquet(
-    file: Path,
-    predictions: Sequence[LabelledFile],
-    classes: Sequence[Any] = (),
-    top_k: int = 0,
-    min_probability: float | None = None,
-    errors: bool = False,
-) -> None:
-    """Write the table of :func:`to_csv` as a Parquet file; an empty cell is null.
-
-    Paths, labels of text and errors are strings (:func:`as_text`), marks are Booleans, the rest are numbers.
-    ImportError if pyarrow is absent.
-    """
-    pa, parquet = import_parquet()
-    types = {"text": pa.string(), "number": pa.float64(), "share": pa.float64(), "mark": pa.bool_()}
-
-    def array(column: _Column) -> Any:
-        values = [as_text(value) for value in column.values]
-        text = None if any(value is not None for value in values) else pa.string()
-        return pa.array(values, types.get(column.kind, text))
-
-    columns = _columns(predictions, classes, top_k, min_probability, errors)
-    parquet.write_table(pa.table([*map(array, columns)], names=[as_text(column.name) for column in columns]), file)
-
-
-def import_parquet() -> tuple[Any, Any]:
-    """Import and return pyarrow and its module for Parquet; ImportError says what installs it."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f"{error}: {install_command('parquet')}") from error
-    return pyarrow, pyarrow.parquet
-
-
-def as_text(value: Any) -> Any:
-    r"""A value for Parquet: in a name that is no UTF-8, the bytes that are none become ``\xe9``."""
-    return os.fsencode(value).decode("utf-8", "backslashreplace") if isinstance(value, str) else value
-
-
-def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
-    """Names of the columns of classes, unlike each other and unlike those that are taken."""
-    columns = []
-    for name in map(str, classes):
-        while name.strip() in taken:  # whoever reads the table may drop white space
-            name = f"probability of {name}"
-        taken.add(name.strip())
-        columns.append(name)
-    return columns
-
-
-def to_json(predictions: Iterable[LabelledFile], proba: bool, top_k: int, min_probability: float | None = None) -> str:
-    """List of objects with "path" and "label", with "probabilities" if ``proba`` and "top" if ``top_k`` > 0.
-
-    Those of a region have its "box" too; with ``min_probability`` or candidates each says whether it is "doubtful";
-    then follow "candidates", "group" and "new_class" if asked for, and "probability" and :data:`GRADE_COLUMNS` if the
-    classifier rejects. A picture that cannot be read has an "error", and null for a label.
-    """
-    rows = []
-    for prediction in predictions:
-        row: dict[str, Any] = {"path": str(prediction.path), "label": prediction.label}
-        if prediction.box is not None:
-            row["box"] = prediction.box
-        if prediction.error is not None:
-            row["error"] = prediction.error
-        elif (doubtful := prediction.doubtful(min_probability)) is not None:
-            row["doubtful"] = doubtful
-        if prediction.candidates is not None:
-            row["candidates"] = list(prediction.candidates)
-        if prediction.group is not None:
-            row["group"] = prediction.group
-        if prediction.new_class is not None:
-            row["new_class"] = _new_name(prediction.new_class)
-        if prediction.grade is not None:
-            row |= {"probability": prediction.probability, **dict(zip(GRADE_COLUMNS, prediction.grade, strict=True))}
-        if proba:
-            row["probabilities"] = prediction.probabilities
-        if top_k:
-            row["top"] = [{"label": label, "probability": share} for label, share in prediction.top(top_k)]
-        rows.append(row)
-    return json.dumps(rows, indent=1, ensure_ascii=False)
-
-
-def filled_in(
-    boxes: Boxes,
-    predictions: Iterable[LabelledFile],
-    problems: Collection[Path | Region],
-    labels: Sequence[Any],
-    top_k: int,
-) -> str:
-    """The JSON file that boxes come from, with the labels of their regions.
-
-    Parameters
-    ----------
-    boxes : Boxes
-    predictions, problems
-        What :func:`predict_files` returned for ``boxes.regions``, with probabilities.
-    labels : sequence
-        All labels that the classifier may give.
-    top_k : int
-        So many classes for each box: its label, then the most probable others. One that is unlike every class gets its
-        label alone, as sure.
-    """
-    answers = iter(predictions)
-
-    def answer() -> list[tuple[Any, float]]:
-        prediction = next(answers)
-        probabilities = prediction.probabilities or {}
-        if prediction.label not in probabilities:
-            return [(prediction.label, 1.0)]
-        # Its own label first, which a threshold may have chosen, then the most probable.
-        return sorted(prediction.top(len(probabilities)), key=lambda pair: pair[0] != prediction.label)[:top_k]
-
-    document = boxes.fill(labels, [None if region in problems else answer() for region in boxes.regions])
-    return json.dumps(document, indent=1, ensure_ascii=False)
 
 
 def image_batches(

@@ -30,9 +30,9 @@ import torch
 import typer
 from numpy.typing import NDArray
 
+from fewshot_mahalanobis.apps.answer_files import as_text
 from fewshot_mahalanobis.apps.cli_options import clear_errors
 from fewshot_mahalanobis.apps.exit_status import exit_after
-from fewshot_mahalanobis.apps.labelling import as_text
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.images.decode import DecodedBatch, decode_batches

@@ -1,6 +1,6 @@
 """Tables of answers: the answers of ``predict``, and which of them a person has turned into labels.
 
-The columns are written by ``apps/labelling.py``. A row is the dict of its cells by column.
+The columns are written by ``apps/answer_files.py``. A row is the dict of its cells by column.
 """
 
 from __future__ import annotations

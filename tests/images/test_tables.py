@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fewshot_mahalanobis.apps.labelling import Grade, LabelledFile, to_csv
+from fewshot_mahalanobis.apps.answer_files import to_csv
+from fewshot_mahalanobis.apps.labelling import Grade, LabelledFile
 from fewshot_mahalanobis.images.folders import read_labels
 
 
