@@ -318,8 +318,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         unlabelled : collection of m images, optional
             Images without a label, such as all others of a folder. They show where the classes lie, how many of each
             there are (``priors_``) and how far images of one class spread. They need not be of all classes, and some
-            may be of none; copies count once. The network is adapted to ``X`` alone. Of more than 2,000 images so
-            many, evenly spread, are used, with a warning. For the heads "auto" and "mahalanobis"; one class alone
+            may be of none; copies count once. The network is adapted to ``X`` alone. Of more than 2,000 images
+            only 2,000, evenly spread, are used, with a warning. For the heads "auto" and "mahalanobis"; one class alone
             learns nothing from them.
         unlabelled_groups : sequence of m strings or numbers, optional
             Unlabelled images of one group, such as frames of one burst, count once, by their mean, and not at all if

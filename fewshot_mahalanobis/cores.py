@@ -21,7 +21,7 @@ from torch import Tensor
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
-#: One core takes 0.2 s to fit a head to so many numbers, 650 examples of 1,600 features.
+#: One core takes 0.2 s to fit a head to this many numbers, 650 examples of 1,600 features.
 _SMALL = 2**20
 
 _caller = local()

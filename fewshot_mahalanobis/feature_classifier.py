@@ -153,7 +153,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         unlabelled : array-like of shape (m, d), optional
             Examples without a label. They show where the classes lie, how many examples each has (``priors_``) and how
             far those of one class spread. They need not be of all classes, and some may be of none; equal ones count
-            once. Of more than 2,000 so many, evenly spread, are used, with a warning. For the heads "auto" and
+            once. Of more than 2,000 only 2,000, evenly spread, are used, with a warning. For the heads "auto" and
             "mahalanobis".
         unlabelled_groups : sequence of m strings or numbers, optional
             Unlabelled examples of one group, such as frames of one burst, count once, by their mean, and not at all if

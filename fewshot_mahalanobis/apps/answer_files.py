@@ -103,7 +103,7 @@ def to_csv(
     classes : sequence
         Those whose probabilities have a column.
     top_k : int
-        So many of the most probable labels have columns.
+        How many of the most probable labels have columns.
     min_probability : float, optional
         Mark answers as doubtful that are less probable.
     errors : bool
@@ -227,7 +227,7 @@ def filled_in(
     labels : sequence
         All labels that the classifier may give.
     top_k : int
-        So many classes for each box: its label, then the most probable others. One that is unlike every class gets its
+        How many classes for each box: its label, then the most probable others. One that is unlike every class gets its
         label alone, as sure.
     """
     answers = iter(predictions)

@@ -1129,7 +1129,7 @@ def export(
         _report_comparison(compared)
 
 
-#: So many pictures are listed, those that differ most.
+#: Most pictures that are listed, those that differ most first.
 _MOST_COMPARED = 10
 
 

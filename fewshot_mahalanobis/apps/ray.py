@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 #: Images that a worker gets at a time. While the network works on some of them, others are decoded.
 _BATCH = 256
-#: Rows of a Parquet file. A killed worker, or each worker of a killed run, has to label at most so many images again.
+#: Rows of a Parquet file. A killed worker, or each worker of a killed run, has to label at most this many images again.
 IMAGES_PER_FILE = 4096
 #: Key of the classifier's digest in the metadata of every Parquet file.
 _CLASSIFIER = b"classifier"

@@ -130,7 +130,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def shortened(name: str, most_bytes: int) -> str:
-    """Return the beginning of a file name that has at most so many bytes, without half a character."""
+    """Return the beginning of a file name that has at most this many bytes, without half a character."""
     return os.fsencode(name)[:most_bytes].decode("utf-8", "ignore") if len(os.fsencode(name)) > most_bytes else name
 
 

@@ -131,7 +131,7 @@ def members_by_shots(labels: Tensor, counts: Tensor) -> list[tuple[Tensor, Tenso
 
 
 def rows_of_classes(labels: Tensor, counts: Tensor, classes: Tensor, shots: int) -> Tensor:
-    """Rows (k', shots) of the examples of ``classes`` (k',), which have so many each."""
+    """Rows (k', shots) of the examples of ``classes`` (k',), which have ``shots`` each."""
     order, starts = labels.argsort(stable=True), counts.cumsum(0) - counts
     return order[starts[classes, None] + torch.arange(shots, device=labels.device)]
 

@@ -35,7 +35,7 @@ from fewshot_mahalanobis.gaussians.support import (
 
 #: Rounds, and the rounds after which P is factored anew where the unlabelled examples change it.
 ROUNDS, _FACTORED = 9, 3
-#: An example at more than so many times the median distance to the nearest class counts (that ratio)^-power.
+#: An example at more than this many times the median distance to the nearest class counts (that ratio)^-power.
 _FAR, _FAR_POWER = 1.2, 8
 #: Memberships below this are none; distances below this are zero.
 _LEAST_MEMBERSHIP, _LEAST_DISTANCE = 1e-3, 1e-30

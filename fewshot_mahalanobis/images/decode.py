@@ -64,7 +64,7 @@ MAX_DEFAULT_THREADS = 4
 _TASKS_PER_THREAD = 8
 #: Images of at most this many batches stay in memory where they are read several times.
 KEPT_BATCHES = 4
-#: Regions of one picture are read together, and the later ones kept as squares, unless so many images lie between them.
+#: Regions of one picture are read together, and the later ones kept as squares, unless this many images are between.
 #: At most as many squares wait, 0.3 GB of 224 pixels.
 MOST_APART = 2048
 

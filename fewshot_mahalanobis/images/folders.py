@@ -183,7 +183,7 @@ def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:
 
 
 def find_class_images(path: str | os.PathLike[str], *, at_least: int = 2) -> ClassImages:
-    """Like :func:`load_folder`, but return what was left out instead of warning of it; ``at_least`` so many classes."""
+    """Like :func:`load_folder`, but with a minimum of classes, and return what was left out instead of warning."""
     root = Path(path)
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {str(root)!r}: expected one with a sub-folder of images for each class")

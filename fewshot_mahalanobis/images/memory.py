@@ -55,7 +55,7 @@ SQUARE, FEATURES = b"s", b"f"
 MOST_BYTES = 2_000_000_000
 #: Bytes of the disk that are left to others, such as the model and the table that are written beside the database.
 _STAYS_FREE = 100_000_000
-#: Entries used within so many seconds stay. Where there is no room beside them, nothing new is remembered: else a
+#: Entries used within this many seconds stay. Where there is no room beside them, nothing new is remembered: else a
 #: collection that is too large would drop its first pictures for its last, and find none of them the next time.
 _STAYS = 3600
 #: Pictures of fewer bytes, as a share of those of their squares, are read as fast from their files.
@@ -168,7 +168,7 @@ class PictureMemory:
             self._with_database(forget)
 
     def _has_room(self, database: sqlite3.Connection, more: int, now: int) -> bool:
-        """Whether there is room for so many bytes, after old entries have made some."""
+        """Whether there is room for this many bytes; old entries are dropped to make some."""
         (pages,), (free,), (size,) = (
             database.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
         )

@@ -14,7 +14,7 @@ from fewshot_mahalanobis.images.tables import check_some_exist, groups_of_rows, 
 
 __all__ = ["Pictures", "find_pictures", "read_sources"]
 
-#: So many corrections are listed one by one.
+#: Most corrections that are listed one by one.
 _MOST_LISTED = 5
 
 
@@ -140,7 +140,7 @@ def read_sources(
     group_column : str, optional
         Column of the groups, which every source must have.
     at_least : int
-        So many classes a folder must have, unless it is one of several sources.
+        Fewest classes of a folder, unless it is one of several sources.
 
     Returns
     -------

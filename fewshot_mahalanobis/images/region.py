@@ -14,7 +14,7 @@ from fewshot_mahalanobis.plain import quoted
 
 __all__ = ["Region"]
 
-#: A box reaches beyond its picture by rounding alone if by at most so many pixels, or such a share of the side.
+#: A box reaches beyond its picture by rounding alone if by at most this many pixels, or this share of the side.
 _ROUNDING, _ROUNDED_SHARE = 1, 0.001
 
 

@@ -139,7 +139,7 @@ def _number(cell: str | None) -> float:
 
 # -------------------------------------------------------------------- marks
 
-#: So many marks that say neither yes nor no are named.
+#: Most marks, which say neither yes nor no, that a message names.
 _MOST_MARKS = 5
 
 

@@ -35,7 +35,7 @@ from fewshot_mahalanobis.cores import one_thread, one_thread_if_small
 from fewshot_mahalanobis.plain import plain
 from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 
-#: Equal rows of features are copies if so many columns have different values in most different rows.
+#: Equal rows of features are copies if at least this many columns have different values in most different rows.
 _TELLING_COLUMNS = 8
 #: Columns that are looked at in turn until there are as many.
 _COLUMNS = 64
@@ -45,7 +45,7 @@ _ROUNDING = 1e-5
 #: Twins are nearer to each other than this share of the distance to the next of their class. Among 25 pictures of
 #: validation classes 0.1 pairs are so by chance, at 0.9 already 1.1 (benchmarks/results/copies.md).
 _TWIN_SHARE = 0.8
-#: Twins are searched in classes of at most so many examples.
+#: Twins are searched in classes of at most this many examples.
 _MOST_OF_CLASS = 1000
 
 #: Pairs of copies in different classes that a warning names.

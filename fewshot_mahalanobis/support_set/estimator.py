@@ -60,7 +60,7 @@ class LabelledExamples(NamedTuple):
     group_names: list[Any]  # n, None where an example is of no group
     copies: NDArray[np.int64]  # pairs (p, 2)
     name: Callable[[int], str]  # what messages call an example
-    earlier: int = 0  # so many of them, the first, are of earlier calls
+    earlier: int = 0  # how many of them, the first, are of earlier calls
 
 
 class FittedHeadMixin(ClassifierMixin):
@@ -227,7 +227,7 @@ class FittedHeadMixin(ClassifierMixin):
         Warns
         -----
         UserWarning
-            More than 5,000 queries are of no class. So many, evenly spread, are clustered, and the others join them.
+            More than 5,000 queries are of no class: 5,000, evenly spread, are clustered, and the others join them.
         """
         names = group_names(groups)
         now = self._snapshot()

@@ -207,7 +207,7 @@ def _kept_digits(label: str) -> int | None:
 
 
 def _is_shortened(number: Decimal | None, original: Decimal | None, digits: int) -> bool:
-    """Whether a number is another one, rounded or cut off after so many digits."""
+    """Whether a number is another one, rounded or cut off after a number of digits."""
     if original is None or original == number:
         return False
     return any(Context(digits, rounding).plus(original) == number for rounding in (ROUND_HALF_UP, ROUND_DOWN))

@@ -180,7 +180,7 @@ def _decay(counts: Iterable[int]) -> float:
 
 
 def _wilson(share: float, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share in so many trials."""
+    """Wilson's 95 % interval of a share in a number of trials."""
     ratio = _QUANTILE**2 / trials
     centre, half = share + ratio / 2, math.sqrt(ratio * share * (1 - share) + ratio**2 / 4)
     return (centre - half) / (1 + ratio), (centre + half) / (1 + ratio)

@@ -33,14 +33,14 @@ from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 from fewshot_mahalanobis.support_set.copies import group_means, joined
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
-#: A proposed class has so many different examples at least.
+#: Fewest different examples of a proposed class.
 LEAST = 3
 #: Where the tree is cut, as the share of the way from the mean distance of pairs of one class to that of different
 #: ones; where the support set does not show these, as a share of the latter in the model. From validation classes.
 _SHARE, _OF_DIFFERENT = 0.3, 0.7
-#: So many pairs of classes are left out at most.
+#: Most pairs of classes that are left out.
 _MOST_PAIRS = 10
-#: So many queries are clustered at most; the others join the clusters that they are near to.
+#: Most queries that are clustered; the others join the clusters that they are near to.
 _MOST = 5000
 
 
@@ -102,7 +102,7 @@ def new_classes(fitted: FittedHead, features: Tensor, copies: Tensor | None = No
     Warns
     -----
     UserWarning
-        They are more than 5,000. So many, evenly spread, are clustered, and the others join them.
+        They are more than 5,000. 5,000 of them, evenly spread, are clustered, and the others join them.
     """
     rows = torch.arange(len(features)) if copies is None else copies.unique(return_inverse=True)[1].cpu()
     if len(features) == 0 or int(rows.max()) + 1 < LEAST:

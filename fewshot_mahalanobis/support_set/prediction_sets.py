@@ -28,7 +28,7 @@ from fewshot_mahalanobis.support_set.calibration import left_out_logits
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.unknown import LeftOutScores, rejection_threshold
 
-#: So many parts of the support set are left out at most, where each time unlabelled examples are learned from anew.
+#: Most parts of the support set that are left out, where each time unlabelled examples are learned from anew.
 _MOST_PARTS = 10
 
 
