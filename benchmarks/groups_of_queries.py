@@ -4,7 +4,8 @@
 
 Groups of 1, 3 and 10 queries are of one of two kinds: different pictures of one class, or a burst, a picture and copies
 of it that were cropped, shifted, brightened and blurred a little. The answer of ``predict_proba(groups=)`` is compared
-with a majority vote, the mean of the probabilities and their product. Features are those of the default checkpoint
+with a majority vote, with the product of the probabilities, which takes queries for independent ones, and with the mean
+of the logits, which takes them for one. Features are those of the default checkpoint
 without adaptation, and kept in ``results/features``.
 """
 
@@ -104,18 +105,18 @@ def votes(alone: NDArray[np.float64]) -> NDArray[np.float64]:
     return counts + 1e-9 * alone.mean(axis=1)
 
 
-def products(alone: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Probabilities (g, k) if the queries of a group (g, n, k) were independent."""
-    sums = np.log(alone.clip(min=1e-300)).sum(axis=1)
-    weights = np.exp(sums - sums.max(axis=1, keepdims=True))
+def joint(alone: NDArray[np.float64], worth: int) -> NDArray[np.float64]:
+    """Probabilities (g, k) if the queries of a group (g, n, k) were ``worth`` so many independent ones."""
+    logs = worth * np.log(alone.clip(min=1e-300)).mean(axis=1)
+    weights = np.exp(logs - logs.max(axis=1, keepdims=True))
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
-#: What the probabilities of a group are made of those of its queries.
+#: What else the answer of a group may be made of, the probabilities of its queries.
 NAIVE: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
     "majority vote": votes,
-    "mean of probabilities": lambda alone: np.asarray(alone.mean(axis=1)),
-    "product of probabilities": products,
+    "product of probabilities": lambda alone: joint(alone, alone.shape[1]),
+    "mean of logits": lambda alone: joint(alone, 1),
 }
 SHARED = "`groups=`"
 

@@ -38,7 +38,7 @@ from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 from fewshot_mahalanobis.support_set.copies import chained, checked_groups, equal_rows, group_names, once_each
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin, LabelledExamples
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.labels import (
     allowed_classes,
     check_allowed,
@@ -456,8 +456,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             Learn from all m of them as unlabelled examples first, in the place of those of ``fit``, for this call
             alone: see the page "Unlabelled pictures". Labels then depend on the other queries.
         groups : sequence of m strings or numbers, optional
-            Queries of one group, such as frames of one burst, share a label: that of their mean logits and their mean
-            outlier score.
+            Queries of one group, such as frames of one burst, share a label: that of the probabilities of
+            :meth:`predict_proba` and of their mean outlier score.
 
         Returns
         -------
@@ -479,10 +479,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         # 2. The fitted head; if asked, it learns from the queries first.
         head, batches = self._head_for(queries, transductive, groups)
         # 3. The class of the largest logit, or the unknown label where the outlier score is above the threshold.
-        decisions = Decisions.joined([head.predict(features) for features in batches])
-        if groups is not None:
-            decisions = head.shared(decisions, groups)
-        return head.output_labels[decisions.indices.numpy()]
+        return head.output_labels[head.decide(batches, groups).indices.cpu().numpy()]
 
     def _query_features(self, X: Any, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
         if isinstance(X, Features):

@@ -19,7 +19,7 @@ from fewshot_mahalanobis.plain import snapshot
 from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows, group_names, once_each
 from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin, LabelledExamples
 from fewshot_mahalanobis.support_set.features import Features
-from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.labels import allowed_classes, check_allowed, joined_labels, label_array
 from fewshot_mahalanobis.support_set.priors import checked_priors
 
@@ -199,8 +199,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             Learn from all m of them as unlabelled examples first, in the place of those of ``fit``, for this call
             alone: see the page "Unlabelled pictures". Labels then depend on the other queries.
         groups : sequence of m strings or numbers, optional
-            Queries of one group, such as frames of one burst, share a label: that of their mean logits and their mean
-            outlier score.
+            Queries of one group, such as frames of one burst, share a label: that of the probabilities of
+            :meth:`predict_proba` and of their mean outlier score.
 
         Returns
         -------
@@ -218,10 +218,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
     def _predict(self, X: ArrayLike, transductive: bool, groups: list[Any] | None) -> NDArray[Any]:
         """Return what ``predict`` does. ``self`` is a copy, as for ``_fit``."""
         head, batches = self._head_for(self._query_features(X, "predict"), transductive, groups)
-        decisions = Decisions.joined([head.predict(features) for features in batches])
-        if groups is not None:
-            decisions = head.shared(decisions, groups)
-        return head.output_labels[decisions.indices.numpy()]
+        return head.output_labels[head.decide(batches, groups).indices.cpu().numpy()]
 
     def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
         checked = validate_data(self, X, dtype=np.float64, reset=False)

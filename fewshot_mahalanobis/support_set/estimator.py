@@ -149,7 +149,8 @@ class FittedHeadMixin(ClassifierMixin):
         """Probabilities (m, k) of the known classes: the softmax of the logits over T (equation 1 for T = 1).
 
         With ``priors`` they are those of equal priors, times the priors, divided by their sum: Bayes' rule. Queries of
-        one group share those of their mean logits: ten frames of one animal are one witness, not ten.
+        one group share them, from the mean of their logits times the number of independent queries that the group is
+        worth: n if they differ as much as n queries of one class do, 1 if they are frames of one burst.
         """
         return np.exp(self.predict_log_proba(X, transductive=transductive, groups=groups))
 
@@ -159,10 +160,11 @@ class FittedHeadMixin(ClassifierMixin):
         """Logarithms (m, k) of :meth:`predict_proba`, finite where a probability underflows, not where a prior is 0."""
         groups = group_names(groups)
         head, batches = self._snapshot()._head_and_queries(X, "predict_proba", transductive, groups)
-        logits = torch.cat([head.logits(features.adapted).cpu() for features in batches])
-        if groups is not None:
-            rows = group_rows(groups, len(logits))
-            logits = group_means(logits, rows)[rows]
+        if groups is None:
+            logits = torch.cat([head.logits(features.adapted).cpu() for features in batches])
+        else:
+            x = torch.cat([features.adapted for features in batches])
+            logits = head.shared_logits(head.logits(x), x, group_rows(groups, len(x))).cpu()
         return head.log_probabilities(logits).numpy()
 
     def predict_set(self, X: Any, coverage: float = 0.9) -> list[NDArray[Any]]:
@@ -236,7 +238,7 @@ class FittedHeadMixin(ClassifierMixin):
         features, copies = now._queries_and_copies(X, "propose_classes")
         decisions = head.predict(features)
         if names is not None:
-            decisions = head.shared(decisions, names)
+            decisions = head.shared(decisions, features.adapted, names)
         unknown = decisions.indices.cpu().numpy() == len(head.classes)
         return proposed_classes(head, features.adapted, unknown, copies, names)
 
@@ -284,15 +286,15 @@ class FittedHeadMixin(ClassifierMixin):
         groups = group_names(groups)
         head, batches = self._snapshot()._head_and_queries(X, "predict", transductive, groups, for_outliers=True)
         features, predictions = zip(*((features, head.predict(features)) for features in batches), strict=True)
-        decisions = Decisions.joined(predictions)
+        decisions, adapted = Decisions.joined(predictions), torch.cat([batch.adapted for batch in features])
         if groups is not None:
-            decisions = head.shared(decisions, groups)
+            decisions = head.shared(decisions, adapted, groups)
         indices = decisions.indices.numpy()
         return Predictions(
             head.output_labels[indices],
             head.log_probabilities(decisions.logits).exp().numpy(),
             indices == decisions.logits.shape[1],
-            torch.cat([batch.adapted for batch in features]).cpu().numpy(),
+            adapted.cpu().numpy(),
             decisions.outlier_scores.numpy(),
             head.doubts(decisions).numpy(),
         )

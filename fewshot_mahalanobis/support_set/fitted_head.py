@@ -34,6 +34,7 @@ from fewshot_mahalanobis.support_set.unknown import (
     Units,
     output_labels,
 )
+from fewshot_mahalanobis.support_set.witnesses import ClassMetric, witnesses
 
 #: Where every class has one example, nothing can be left out to calibrate probabilities. Those by the support set alone
 #: are right on average, and unlabelled examples, which classes come to fit, add this share of what they lack.
@@ -455,15 +456,40 @@ class FittedHead:
             indices = indices.masked_fill(scores > self.outliers.threshold, logits.shape[1])
         return Decisions(indices, logits, scores)
 
-    def shared(self, decisions: Decisions, groups: Sequence[Any]) -> Decisions:
+    def decide(self, batches: Iterable[Features], groups: Sequence[Any] | None = None) -> Decisions:
+        """Classify the queries of several batches, of which those of one group, by their names, share an answer."""
+        if groups is None:
+            return Decisions.joined([self.predict(features) for features in batches])
+        every = Features.joined(batches)
+        return self.shared(self.predict(every), every.adapted, groups)
+
+    def shared(self, decisions: Decisions, features: Tensor, groups: Sequence[Any]) -> Decisions:
         """Decisions for m queries of which those of one group, by their names (m,), are pictures of one thing.
 
-        All get the mean of their logits and of their outlier scores. So a group is one witness, whatever its size:
-        its probability is that of a query which is like its members on average. ValueError if a name is missing.
+        All get the :meth:`shared_logits` of their features (m, d), and the mean of their outlier scores. ValueError if
+        a name is missing.
         """
         rows = group_rows(groups, len(decisions.logits))
-        logits, scores = (group_means(each, rows)[rows] for each in (decisions.logits, decisions.outlier_scores))
-        return self._decided(logits, scores)
+        scores = group_means(decisions.outlier_scores, rows)[rows]
+        return self._decided(self.shared_logits(decisions.logits, features, rows), scores)
+
+    @torch.no_grad()
+    def shared_logits(self, logits: Tensor, features: Tensor, rows: Tensor) -> Tensor:
+        """Logits (m, k) of groups, whose numbers are ``rows`` (m,), from those (m, k) of queries' features (m, d).
+
+        The mean of a group's logits counts as often as the group is worth independent queries (``witnesses.py``);
+        priors count once.
+        """
+        groups = self.groups if self.apart is None else self.apart
+        with one_thread_if_small(features):
+            metric = ClassMetric.of(self.settled, self.support.adapted, self.labels, groups)
+            worth = witnesses(
+                metric(features.to(self.support.adapted.device)), rows.to(metric.means.device), metric.means
+            )
+        mean, log_priors = group_means(logits, rows), self.log_priors()
+        shift = 0.0 if log_priors is None else self.temperature * log_priors.to(mean)
+        more = (worth.to(mean) - 1)[:, None] * (mean - shift)
+        return torch.where(mean.isinf(), mean, mean + more)[rows.to(mean.device)]
 
     def export(self) -> ExportedDecisions:
         """Return the fitted head as a module, in float32, for ONNX and torch.export. ValueError as ``Head.export``."""

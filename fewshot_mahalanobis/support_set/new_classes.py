@@ -25,13 +25,11 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 from torch import Tensor
 
-from fewshot_mahalanobis.gaussians.covariance import shared_covariance
-from fewshot_mahalanobis.gaussians.low_rank import shared_whitening
-from fewshot_mahalanobis.gaussians.plda import PldaSettings, choose_plda_settings, to_power
-from fewshot_mahalanobis.gaussians.support import class_means, working_dtype
+from fewshot_mahalanobis.gaussians.plda import PldaSettings
 from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 from fewshot_mahalanobis.support_set.copies import group_means, joined
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
+from fewshot_mahalanobis.support_set.witnesses import ClassMetric
 
 #: Fewest different examples of a proposed class.
 LEAST = 3
@@ -107,9 +105,10 @@ def new_classes(fitted: FittedHead, features: Tensor, copies: Tensor | None = No
     rows = torch.arange(len(features)) if copies is None else copies.unique(return_inverse=True)[1].cpu()
     if len(features) == 0 or int(rows.max()) + 1 < LEAST:
         return np.full(len(features), -1)
-    seen = _View.of(fitted)
-    x = group_means(seen(features), rows).numpy()
-    height = _height(fitted, seen.settings)
+    groups = fitted.groups if fitted.apart is None else fitted.apart
+    metric = ClassMetric.of(fitted.settled, fitted.support.adapted, fitted.labels, groups)
+    x = group_means(_directions(metric, features), rows).numpy()
+    height = _height(fitted, metric.settings)
     some = np.linspace(0, len(x) - 1, min(len(x), _MOST)).round().astype(np.int64)
     clusters = _tightest_first(x[some], height)
     if len(some) < len(x):
@@ -120,31 +119,9 @@ def new_classes(fitted: FittedHead, features: Tensor, copies: Tensor | None = No
     return clusters[rows.numpy()]
 
 
-class _View:
-    """Queries as seen from the centre of the classes: unit vectors in coordinates in which P is the identity."""
-
-    def __init__(self, x: Tensor, labels: Tensor, settings: PldaSettings) -> None:
-        x = to_power(x.to(working_dtype(x)), settings.power)
-        shared = shared_covariance(x - x.mean(dim=0), labels, labels.bincount(), settings.covariance)
-        self.settings, self.whitening = settings, shared_whitening(shared, 1.0, settings.beta)
-        self.centre = class_means(x, labels).mean(dim=0)
-
-    @classmethod
-    def of(cls, fitted: FittedHead) -> _View:
-        """By the whole support set."""
-        x, labels, groups = (
-            fitted.support.adapted,
-            fitted.labels,
-            fitted.groups if fitted.apart is None else fitted.apart,
-        )
-        settled = fitted.settled
-        choose = settled.unlabelled_settings if settled.learns_unlabelled else choose_plda_settings
-        return cls(x, labels, choose(x, labels, groups))
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Unit vectors (m, r) of features (m, d), float64 on the CPU."""
-        x = to_power(features.to(self.centre), self.settings.power)
-        return torch.nn.functional.normalize(self.whitening(x - self.centre), dim=1).double().cpu()
+def _directions(metric: ClassMetric, features: Tensor) -> Tensor:
+    """Unit vectors (m, r), as seen from the centre of the classes, of features (m, d), float64 on the CPU."""
+    return torch.nn.functional.normalize(metric(features), dim=1).double().cpu()
 
 
 def _height(fitted: FittedHead, settings: PldaSettings) -> float:
@@ -157,7 +134,8 @@ def _height(fitted: FittedHead, settings: PldaSettings) -> float:
     for pair in (pairs[index] for index in some.tolist()):
         out = torch.isin(labels, torch.tensor(pair, device=labels.device))
         rest = labels[~out].unique(return_inverse=True)[1]
-        distances = _distances(_View(features[~out], rest, settings)(features[out]).numpy())
+        metric = ClassMetric(features[~out], rest, settings)
+        distances = _distances(_directions(metric, features[out]).numpy())
         of, group = labels[out].cpu().numpy(), groups[out.cpu()].numpy()
         same, upper = of[:, None] == of, np.triu(group[:, None] != group)
         within.append(distances[same & upper])
