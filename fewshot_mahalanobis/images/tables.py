@@ -50,7 +50,7 @@ def groups_of_rows(file: Path, rows: Iterable[tuple[int, dict[str, str]]], colum
     groups = []
     for line, cells in rows:
         if not cells[column]:
-            raise ValueError(f"line {line} of {file} lacks a {column}")
+            raise ValueError(f"line {line} of {file} names no {column}: give each picture the group that it is of")
         groups.append(cells[column])
     return groups
 

@@ -47,7 +47,10 @@ def largest_surprise(fitted: FittedHead, coverage: float) -> float:
         The coverage is not between 0 and 1, or the examples are too few to keep it. The message says what they can.
     """
     if not (isinstance(coverage, Real) and 0 < coverage < 1):
-        raise ValueError(f"coverage must lie between 0 and 1, got {coverage!r}")
+        raise ValueError(
+            f"coverage must lie between 0 and 1, got {coverage!r}: 0.9 asks for the right class of 90 of 100 "
+            "queries, and only all classes together never lack it"
+        )
     surprises = _left_out_surprises(fitted)
     n = len(surprises.scores) if surprises.groups is None else len(surprises.groups.unique())
     if n == 0:

@@ -284,7 +284,7 @@ def test_groups_that_cannot_be_found_are_refused(photos, model, tmp_path):
         (photos, "--group-by", "seconds=-1"): "it is folder, seconds=60 or column=NAME",
         (photos, "--group-by", "column=thing"): "has no columns, and pictures are to be grouped by the column thing",
         (tmp_path / "table.csv", "--group-by", "column=track"): "has no column 'track'",
-        (tmp_path / "table.csv", "--group-by", "column=thing"): "line 2 of",
+        (tmp_path / "table.csv", "--group-by", "column=thing"): "names no thing: give each picture the group",
         (tmp_path / "boxes.csv", "--group-by", "folder"): "is a box, and boxes of one picture are of several things",
     }.items():
         assert message in run("predict", model, *arguments, status=1)

@@ -238,6 +238,13 @@ def test_the_graph_gives_probabilities_labels_and_outlier_scores(settings: dict[
         np.testing.assert_allclose(answers[2], classifier.outlier_score(queries), rtol=1e-3, atol=1e-3)
     threshold = json.loads(properties["threshold"])
     assert threshold == classifier.threshold_
+    if threshold is None:
+        return
+    classifier.set_params(false_rejection_rate=0.5).export_onnx(tmp_path / "a.onnx")  # without another fit
+    session = runtime.InferenceSession(tmp_path / "a.onnx")
+    assert json.loads(session.get_modelmeta().custom_metadata_map["threshold"]) == classifier.threshold_ < threshold
+    answers = session.run(None, {"features": queries.astype(np.float32)})
+    assert [labels[index] for index in answers[1]] == classifier.predict(queries).tolist()
 
 
 def test_an_unfitted_classifier_has_no_graph(tmp_path: Path) -> None:
