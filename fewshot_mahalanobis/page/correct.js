@@ -74,6 +74,7 @@ function showChoices(best, single) {
 const label = (name, checked = name => name) => doing(async () => {
   await engine.label(view === "question" ? [question] : [...selected], checked(name));
   if (view === "question") question = await engine.next();
+  else select(current, new Set()); // or the next key would label them again
 });
 
 const skip = () => doing(async () => {

@@ -238,6 +238,14 @@ def test_forty_are_corrected_in_two_gestures_and_taken_back_by_one(page: Page, s
     assert labels_in(session) == {}
     expect(page.locator("#undo")).to_be_disabled()
 
+    page.keyboard.press("Escape")
+    tiles.nth(0).click()
+    tiles.nth(2).click(modifiers=["Shift"])
+    page.keyboard.press("1")  # they stay with the reds
+    expect_labelled(page, 3)
+    expect(page.locator("#tabs button", has_text="red")).to_contain_text("+ 3 ✓")
+    expect(page.locator("#selected")).to_have_text("None selected.")
+
 
 @pytest.mark.browser
 def test_the_wall_is_worked_by_the_keyboard_alone_and_its_pages_have_each_picture_once(
