@@ -68,13 +68,15 @@ def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> 
 
 @contextmanager
 def naming_a_full_disk(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name in the error of a full disk what could not be written, and the remedy."""
+    """Name in the error of a full disk what could not be written, and the remedy; the outermost block has the word."""
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise OSError(f"cannot write {path}: {error.strerror}. Make room there, and try again") from error
+        full = OSError(f"cannot write {path}: {os.strerror(error.errno)}. Make room there, and try again")
+        full.errno = error.errno
+        raise full from error
 
 
 @contextmanager

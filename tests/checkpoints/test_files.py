@@ -300,6 +300,16 @@ def test_a_full_disk_is_named_with_the_remedy_and_leaves_what_was_there(writing,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_page_on_a_full_disk_names_its_own_folder(tmp_path):
+    def write() -> None:
+        with page_folder(tmp_path / "page") as folder, atomic_replace(folder / "classifier.onnx"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=re.escape(f"cannot write {tmp_path / 'page'}: No space left")) as raised:
+        write()
+    assert raised.value.errno == errno.ENOSPC
+
+
 @pytest.mark.parametrize("call", [check_writable, lambda path: replaced_file(path, "new")])
 def test_a_disk_without_room_for_a_folder_is_full_too(call, tmp_path, monkeypatch):
     lacking(monkeypatch, "tempfile.mkdtemp", errno.ENOSPC)
