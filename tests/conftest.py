@@ -1,4 +1,4 @@
-"""Tests that run side by side (pytest-xdist) compute in one thread each, and so do the processes that they start."""
+"""Tests compute in one thread, alone or side by side (pytest-xdist), and so do the processes that they start."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before PyTorch is imported
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before PyTorch is imported
 
 
 @pytest.fixture(scope="module")
