@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -91,6 +92,7 @@ def _chosen(engine: str) -> AbstractContextManager[object]:
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", message=".*copies")  # the files are pieces of two photographs
     if "--measure" in sys.argv:
         print(markdown_table(rows(), ["", PYTORCH, ONNX_RUNTIME, "times as fast"]))
         return
