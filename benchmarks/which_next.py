@@ -181,8 +181,9 @@ def probabilities(
         AutoHead(),
         Features(torch.from_numpy(features[support])),
         torch.from_numpy(labels[support]),
-        unlabelled=torch.from_numpy(features[[*unlabelled]]) if unlabelled else None,
     )
+    if unlabelled:
+        head = head.with_unlabelled(torch.from_numpy(features[[*unlabelled]]))
     return head.log_probabilities(head.logits(torch.from_numpy(features[queries]))).exp().numpy()
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import Subset
 
 from fewshot_mahalanobis.adapted_features import AdaptedFeatures, FittedNetwork, features_of_batches
 from fewshot_mahalanobis.checkpoints.classifier_file import ClassifierState
-from fewshot_mahalanobis.heads import Head, make_head
+from fewshot_mahalanobis.heads import make_head
 from fewshot_mahalanobis.images.collection import labelled_pairs
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
@@ -36,19 +36,17 @@ from fewshot_mahalanobis.networks.task import AdaptedNetwork, AdaptedTask
 from fewshot_mahalanobis.plain import snapshot
 from fewshot_mahalanobis.support_set.caller_warnings import warn_caller
 from fewshot_mahalanobis.support_set.copies import chained, checked_groups, equal_rows, group_names, once_each
-from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin, LabelledExamples
+from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin, Labelled
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.labels import (
     allowed_classes,
-    check_allowed,
     checked_labels,
     joined_labels,
     label_kind,
 )
-from fewshot_mahalanobis.support_set.priors import checked_priors
 from fewshot_mahalanobis.support_set.summary import SupportSummary, summarise
-from fewshot_mahalanobis.support_set.unknown import SIMILARITIES, output_labels
+from fewshot_mahalanobis.support_set.unknown import SIMILARITIES
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +110,40 @@ def _naming_unlabelled() -> Iterator[None]:
         yield
     except ImageError as error:
         raise ImageError(f"unlabelled: {error}") from error
+
+
+def _features_and_pictures(
+    images: Iterable[torch.Tensor],
+    batches: ImageBatches,
+    network: AdaptedNetwork,
+    unadapted: AdaptedNetwork | None,
+    batch_size: int,
+) -> tuple[Features, torch.Tensor | None]:
+    """Features of the images of ``batches``, and small pictures of them (m, 3, 48, 48), in which copies are recognised.
+
+    None in place of pictures that were read as nearly one shade, as all of these look alike.
+    """
+    pictures = list[torch.Tensor]()
+    with closing(with_small_pictures(images, pictures)) as seen:  # after an error no thread waits to decode more
+        features = Features.joined([*features_of_batches(seen, network, unadapted, batch_size, batches.memory)])
+    return features, None if batches.is_narrow else torch.cat(pictures)
+
+
+def _pool(
+    unlabelled: ImageBatches | Features, names: list[Any] | None, network: AdaptedNetwork, examples: torch.Tensor
+) -> torch.Tensor:
+    """Adapted features (m, d) of unlabelled images, without those of ``examples`` (n, d), and of copies one."""
+    if isinstance(unlabelled, Features):
+        features, pictures = unlabelled.adapted.to(examples), None
+    else:
+        with _naming_unlabelled():
+            (features, _), pictures = _features_and_pictures(
+                unlabelled, unlabelled, network, None, unlabelled.batch_size
+            )
+    n, copies = len(examples), equal_rows(torch.cat([examples, features]))
+    if pictures is not None:
+        copies = np.concatenate([same_pictures(pictures, features) + n, copies])
+    return once_each(features, n, copies, names)
 
 
 def _classes_first(
@@ -353,97 +385,59 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         model, batches = self._model_and_batches(X)
         head = make_head(self.head, model.config, model.head).to(device_of(model))
 
-        # 2. Validate: what is wrong is found before the network runs.
+        # 2. Check labels and groups: what is wrong is found before the network runs.
         labels = checked_labels(y, batches.n_images)
         names = batches.photographs() if groups is None else checked_groups(groups, batches.n_images)
-        known = self._have_class(labels)
-        self._check_classes(labels[known], allowed)
-        priors = checked_priors(self.priors, np.unique(labels[known]), allowed)
-        others = self._unlabelled_batches(unlabelled, unlabelled_groups, head, model)
+        labelled = self._labelled(labels, names, allowed)
+        self._check_tells_apart(labelled, allowed)
+        self._check_unlabelled(head, unlabelled, unlabelled_groups)
+        others = None if unlabelled is None else self._unlabelled_batches(unlabelled, unlabelled_groups, model)
 
         # 3. Adapt the network to the images of classes.
-        dtype, pictures = choose_dtype(self.precision, model.feature_extractor), list[torch.Tensor]()
+        dtype = choose_dtype(self.precision, model.feature_extractor)
         images = batches.several_times(dtype)
-        shown = images if known.all() else _RowsOfBatches(images, known)
+        shown = images if labelled.known.all() else _RowsOfBatches(images, labelled.known)
         network, batch_size = self._adapted_network(model, shown, dtype, batches.batch_size)
         unadapted = _unadapted(model, dtype) if self.unknown_label is not None and network.film else None
 
         # 4. Features of all images, and the copies among them.
-        with closing(with_small_pictures(images, pictures)) as seen:  # after an error no thread waits to decode more
-            examples = Features.joined([*features_of_batches(seen, network, unadapted, batch_size, batches.memory)])
-        compared = None if batches.is_narrow else torch.cat(pictures)  # read as nearly one shade, all look alike
-        copies = np.empty((0, 2), np.int64) if compared is None else same_pictures(compared, examples.adapted)
-        pool = self._unlabelled_features(others, network, examples.adapted)
+        features, pictures = _features_and_pictures(images, batches, network, unadapted, batch_size)
+        copies = np.empty((0, 2), np.int64) if pictures is None else same_pictures(pictures, features.adapted)
+        pool = None if others is None else _pool(*others, network, features.adapted)
 
         # 5. Fit the head.
-        fitted_head = self._fit_head(
-            head, LabelledExamples(examples, labels, names, copies, batches.name), priors, pool
-        )
-        small, paths = _classes_first(known, compared, batches.names())
-        return _Fitted(network.device, model, self.precision, network, fitted_head, unadapted, allowed, small, paths)
+        fitted_head = self._fit_head(head, features, labelled, copies, pool, batches.name)
+        pictures, paths = _classes_first(labelled.known, pictures, batches.names())
+        return _Fitted(network.device, model, self.precision, network, fitted_head, unadapted, allowed, pictures, paths)
 
     def _unlabelled_batches(
-        self, unlabelled: Any, groups: Iterable[Any] | None, head: Head[Any], model: SimpleCNAPS
-    ) -> tuple[ImageBatches | Features, list[Any] | None] | None:
-        """Unlabelled images, or Features of them, to learn from, and the names of their groups.
-
-        ValueError if the head does not learn from any.
-        """
-        if unlabelled is None:
-            self._names_of_unlabelled(groups, None)
-            return None
-        head.check_learns_unlabelled()
+        self, unlabelled: Any, groups: Iterable[Any] | None, model: SimpleCNAPS
+    ) -> tuple[ImageBatches | Features, list[Any] | None]:
+        """Unlabelled images, or Features of them, to learn from, and the names of their groups."""
         if isinstance(unlabelled, Features):
-            names = self._names_of_unlabelled(groups, len(unlabelled.adapted))
-            some = self._evenly(len(unlabelled.adapted))
-            return unlabelled.rows_where(some), None if names is None else [names[i] for i in some]
+            some, names = self._some_unlabelled(len(unlabelled.adapted), groups)
+            return unlabelled.rows_where(some), names
         with _naming_unlabelled():
             batches = self._batches(unlabelled, model.image_size, device_of(model), "unlabelled")
-        names = self._names_of_unlabelled(groups, batches.n_images)
-        if len(some := self._evenly(batches.n_images)) < batches.n_images:
-            images: Subset[Any] = Subset(batches.images, some.tolist())
-            names = None if names is None else [names[i] for i in some]
-            with _naming_unlabelled():
+            some, names = self._some_unlabelled(batches.n_images, groups)
+            if len(some) < batches.n_images:
+                images: Subset[Any] = Subset(batches.images, some.tolist())
                 batches = self._batches(images, model.image_size, device_of(model), "unlabelled")
         return batches, names
-
-    def _unlabelled_features(
-        self,
-        others: tuple[ImageBatches | Features, list[Any] | None] | None,
-        network: AdaptedNetwork,
-        examples: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Adapted features (m, d) of unlabelled images, without those of ``examples`` (n, d), and of copies one."""
-        if others is None:
-            return None
-        (unlabelled, names), n, copies = others, len(examples), list[NDArray[np.int64]]()
-        if isinstance(unlabelled, Features):
-            features = unlabelled.adapted.to(examples)
-        else:
-            pictures = list[torch.Tensor]()
-            with _naming_unlabelled(), closing(with_small_pictures(unlabelled, pictures)) as images:
-                batches = features_of_batches(images, network, None, unlabelled.batch_size, unlabelled.memory)
-                features = torch.cat([batch.adapted for batch in batches])
-            if not unlabelled.is_narrow:
-                copies.append(same_pictures(torch.cat(pictures), features) + n)
-        copies.append(equal_rows(torch.cat([examples, features])))
-        return once_each(features, n, np.concatenate(copies), names)
 
     def _check_params(self) -> None:
         AdaptedFeatures._check_params(self)
         FittedHeadMixin._check_params(self)
 
-    def _check_classes(self, labels: NDArray[Any], allowed: NDArray[Any] | None) -> None:
-        """Raise ValueError unless there is something to tell apart, and ``unknown_label`` differs from the classes."""
-        check_allowed(labels, allowed)
-        classes = np.unique(labels)
-        if len(classes) < 2 and self.unknown_label is None and (allowed is None or len(allowed) < 2):
+    def _check_tells_apart(self, labelled: Labelled, allowed: NDArray[Any] | None) -> None:
+        """Raise ValueError if there is one class alone, and nothing to tell it from."""
+        several = len(np.unique(labelled.labels)) > 1 or (allowed is not None and len(allowed) > 1)
+        if self.unknown_label is None and not several:
             raise ValueError(
-                f"fit needs at least two classes to tell apart; every label is {classes.tolist()[0]!r}. To tell this "
-                "class from everything else, set unknown_label (on the command line --unknown-label). A stream that "
-                "begins with one class names all of them: partial_fit(X, y, classes=...)"
+                f"fit needs at least two classes to tell apart; every label is {labelled.labels.tolist()[0]!r}. To "
+                "tell this class from everything else, set unknown_label (on the command line --unknown-label). A "
+                "stream that begins with one class names all of them: partial_fit(X, y, classes=...)"
             )
-        output_labels(classes, self.unknown_label)
 
     def predict(self, X: Any, *, transductive: bool = False, groups: Iterable[Any] | None = None) -> NDArray[Any]:
         """Predict the labels of images.
@@ -491,14 +485,12 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     def _queries_and_copies(self, X: Any, method: str) -> tuple[Features, NDArray[np.int64]]:
         if isinstance(X, Features):
             return super()._queries_and_copies(X, method)
-        batches, fitted, pictures = self._query_batches(X, method), self._fitted, list[torch.Tensor]()
-        with closing(with_small_pictures(batches, pictures)) as seen:
-            found = features_of_batches(seen, fitted.network, fitted.unadapted, batches.batch_size, batches.memory)
-            features = Features.joined([*found])
-        narrow = batches.is_narrow
-        return features, equal_rows(features.adapted) if narrow else same_pictures(
-            torch.cat(pictures), features.adapted
+        batches = self._query_batches(X, method)
+        features, pictures = _features_and_pictures(
+            batches, batches, self._fitted.network, self._fitted.unadapted, batches.batch_size
         )
+        x = features.adapted
+        return features, equal_rows(x) if pictures is None else same_pictures(pictures, x)
 
     def partial_fit(
         self,
@@ -566,16 +558,13 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             raise ValueError(
                 f"label {added.tolist()[0]!r} is a {kind}, but the classifier was fitted to labels of type {known}"
             )
-        old, earlier_labels = self._earlier(before)
+        old, earlier_labels, earlier_names = self._earlier(before)
         earlier, labels = len(earlier_labels), joined_labels(earlier_labels, added)
         photographs = [None] * n if batches is None else batches.photographs(earlier)
-        names = before.group_names + [None] * (earlier - len(before.labels))
-        names += photographs if groups is None else checked_groups(groups, n)
-        with_class = self._have_class(labels)
-        check_allowed(labels[with_class], allowed)
-        output_labels(np.unique(labels[with_class]), self.unknown_label)  # checked before the network runs
-        priors = checked_priors(self.priors, np.unique(labels[with_class]), allowed)
-        others = self._unlabelled_batches(unlabelled, unlabelled_groups, before.head, fitted.model)
+        names = earlier_names + (photographs if groups is None else checked_groups(groups, n))
+        labelled = self._labelled(labels, names, allowed, earlier)
+        self._check_unlabelled(before.head, unlabelled, unlabelled_groups)
+        others = None if unlabelled is None else self._unlabelled_batches(unlabelled, unlabelled_groups, fitted.model)
 
         if self.unknown_label is None:
             unadapted, old = None, Features(old.adapted)
@@ -584,14 +573,12 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
                 "unknown_label was set after fit, which kept no features of the network without adaptation: unknown "
                 "images are recognised by adapted features alone. To compare both, fit again to all support images"
             )
-        seen = list[torch.Tensor]()
         if batches is None:
-            new = [self._own(X)._replace(unadapted=None) if unadapted is None else self._own(X)]
+            new, seen = self._own(X), None
         else:
-            with closing(with_small_pictures(batches, seen)) as images:
-                new = [*features_of_batches(images, network, unadapted, batches.batch_size, batches.memory)]
-        examples = Features.joined([old, *new])
-        pictures, copies = self._copies(torch.cat(seen) if seen else None, examples.adapted, earlier)
+            new, seen = _features_and_pictures(batches, batches, network, unadapted, batches.batch_size)
+        features = Features.joined([old, Features(new.adapted) if unadapted is None else new])
+        pictures, copies = self._copies(seen, features.adapted, earlier)
         if batches is not None and batches.is_narrow:
             pictures, copies = None, copies[(copies < earlier).all(axis=1)]
 
@@ -600,13 +587,12 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
                 return f"earlier image {index}"
             return f"image {index - earlier}" if batches is None else batches.name(index - earlier)
 
-        pool = self._unlabelled_features(others, network, examples.adapted)
-        every = LabelledExamples(examples, labels, names, copies, name, earlier)
-        fitted_head = self._fit_head(before.head, every, priors, pool, before)
+        pool = None if others is None else _pool(*others, network, features.adapted)
+        fitted_head = self._fit_head(before.head, features, labelled, copies, pool, name, before)
         paths = None if batches is None else batches.names()
         if paths is not None or fitted.names is not None:
             paths = [*(fitted.names or [None] * earlier)[:earlier], *(paths or [None] * n)]
-        pictures, paths = _classes_first(with_class, pictures, paths)
+        pictures, paths = _classes_first(labelled.known, pictures, paths)
         return replace(
             fitted, fitted_head=fitted_head, unadapted=unadapted, allowed=allowed, pictures=pictures, names=paths
         )

@@ -17,11 +17,10 @@ from fewshot_mahalanobis.gaussians.support import class_means
 from fewshot_mahalanobis.heads import PAPER_SETTINGS, AutoHead, Head, MahalanobisHead, make_head
 from fewshot_mahalanobis.plain import snapshot
 from fewshot_mahalanobis.support_set.copies import checked_groups, equal_rows, group_names, once_each
-from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin, LabelledExamples
+from fewshot_mahalanobis.support_set.estimator import FittedHeadMixin
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
-from fewshot_mahalanobis.support_set.labels import allowed_classes, check_allowed, joined_labels, label_array
-from fewshot_mahalanobis.support_set.priors import checked_priors
+from fewshot_mahalanobis.support_set.labels import allowed_classes, joined_labels, label_array
 
 
 class _Fitted(NamedTuple):
@@ -170,23 +169,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             ``false_rejection_rate`` is smaller than so few examples can guarantee, or examples are copies; those in
             different classes are named.
         """
-        self._fitted = snapshot(self)._fit(X, y, groups, unlabelled, unlabelled_groups)
+        self._fitted = snapshot(self)._fit(X, y, None, groups, unlabelled, unlabelled_groups, None)
         return self
-
-    def _fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        groups: Iterable[Any] | None,
-        unlabelled: ArrayLike | None,
-        unlabelled_groups: Iterable[Any] | None,
-    ) -> _Fitted:
-        """Return what ``fit`` learns. ``self`` is a copy, whose settings no other thread changes."""
-        self._check_params()
-        columns, features, labels = self._checked(X, y)
-        names = checked_groups(groups, len(labels))
-        pool = self._unlabelled(unlabelled, unlabelled_groups, columns, features)
-        return _Fitted(columns, self._fitted_to(features, labels, names, None, unlabelled=pool), None)
 
     def predict(self, X: ArrayLike, *, transductive: bool = False, groups: Iterable[Any] | None = None) -> NDArray[Any]:
         """Predict the labels of queries.
@@ -216,7 +200,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         return self._snapshot()._predict(X, transductive, group_names(groups))
 
     def _predict(self, X: ArrayLike, transductive: bool, groups: list[Any] | None) -> NDArray[Any]:
-        """Return what ``predict`` does. ``self`` is a copy, as for ``_fit``."""
+        """Return what ``predict`` does. ``self`` is a copy, whose settings no other thread changes."""
         head, batches = self._head_for(self._query_features(X, "predict"), transductive, groups)
         return head.output_labels[head.decide(batches, groups).indices.cpu().numpy()]
 
@@ -257,10 +241,11 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             On invalid data, a label outside ``classes``, or ``classes`` other than an earlier call's. The estimator
             is then as it was.
         """
-        self._fitted = snapshot(self)._fit_more(X, y, classes, groups, unlabelled, unlabelled_groups)
+        now = snapshot(self)
+        self._fitted = now._fit(X, y, classes, groups, unlabelled, unlabelled_groups, getattr(now, "_fitted", None))
         return self
 
-    def _fit_more(
+    def _fit(
         self,
         X: ArrayLike,
         y: ArrayLike,
@@ -268,48 +253,41 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         groups: Iterable[Any] | None,
         unlabelled: ArrayLike | None,
         unlabelled_groups: Iterable[Any] | None,
+        fitted: _Fitted | None,
     ) -> _Fitted:
-        """Return what ``partial_fit`` learns. ``self`` is a copy, as for ``_fit``."""
-        fitted = getattr(self, "_fitted", None)
+        """Return what ``fit`` learns, or ``partial_fit`` after what was ``fitted``. ``self`` is a copy."""
+        # 1. Check the settings, the examples and their labels; earlier examples come first.
         self._check_params()
-        allowed = allowed_classes(classes, fitted and fitted.allowed)
-        columns, features, labels = self._checked(X, y, fitted)
-        names = checked_groups(groups, len(labels))
+        head, allowed = self._head(), allowed_classes(classes, fitted and fitted.allowed)
+        columns, x, labels = self._checked(X, y, fitted)
+        features, names = Features(torch.tensor(x, device="cpu")), checked_groups(groups, len(labels))
         before, earlier = None, 0
         if fitted is not None:
             before = self.fitted_head_
             unique_labels(before.support_labels, labels)  # raises where strings would meet numbers
-            examples, earlier_labels = self._earlier(before)
-            earlier = len(earlier_labels)
-            features = np.concatenate([examples.adapted.numpy(), features])
-            labels = joined_labels(earlier_labels, labels)
-            names = before.group_names + [None] * (earlier - len(before.labels)) + names
-        check_allowed(labels[self._have_class(labels)], allowed)
-        pool = self._unlabelled(unlabelled, unlabelled_groups, columns, features)
-        fitted_head = self._fitted_to(features, labels, names, allowed, before, earlier, pool)
+            old, earlier_labels, earlier_names = self._earlier(before)
+            features, earlier = Features.joined([old, features]), len(earlier_labels)
+            labels, names = joined_labels(earlier_labels, labels), earlier_names + names
+        labelled = self._labelled(labels, names, allowed, earlier)
+        self._check_unlabelled(head, unlabelled, unlabelled_groups)
+
+        # 2. Fit the head, to unlabelled examples too.
+        pool = None if unlabelled is None else self._pool(unlabelled, unlabelled_groups, columns, features.adapted)
+        copies = equal_rows(features.adapted)
+        fitted_head = self._fit_head(head, features, labelled, copies, pool, "example {}".format, before)
         return _Fitted(columns, fitted_head, allowed)
 
-    def _unlabelled(
-        self,
-        unlabelled: ArrayLike | None,
-        groups: Iterable[Any] | None,
-        columns: BaseEstimator,
-        features: NDArray[np.float64],
-    ) -> torch.Tensor | None:
-        """Unlabelled examples (m, d) that differ from the ``features`` (n, d) and from each other; None without any."""
-        if unlabelled is None:
-            self._names_of_unlabelled(groups, None)
-            return None
-        self._head().check_learns_unlabelled()
+    def _pool(
+        self, unlabelled: ArrayLike, groups: Iterable[Any] | None, columns: BaseEstimator, features: torch.Tensor
+    ) -> torch.Tensor:
+        """Unlabelled examples (m, d) that differ from the ``features`` (n, d) and from each other."""
         try:
             checked = validate_data(columns, unlabelled, dtype=np.float64, reset=False, estimator=self)
         except ValueError as error:
             raise ValueError(f"unlabelled: {error}") from error
-        names = self._names_of_unlabelled(groups, len(checked))
-        some = self._evenly(len(checked))
+        some, names = self._some_unlabelled(len(checked), groups)
         pool = torch.from_numpy(checked[some])
-        pairs = equal_rows(torch.cat([torch.from_numpy(features), pool]))
-        return once_each(pool, len(features), pairs, None if names is None else [names[i] for i in some])
+        return once_each(pool, len(features), equal_rows(torch.cat([features, pool])), names)
 
     def _checked(
         self, X: ArrayLike, y: ArrayLike, fitted: _Fitted | None = None
@@ -324,22 +302,6 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             features, labels = validate_data(self, X, label_array(y), reset=False, **checks)
         check_classification_targets(labels)
         return columns, features, labels
-
-    def _fitted_to(
-        self,
-        features: NDArray[np.float64],
-        labels: NDArray[Any],
-        names: list[Any],
-        allowed: NDArray[Any] | None,
-        before: FittedHead | None = None,
-        earlier: int = 0,
-        unlabelled: torch.Tensor | None = None,
-    ) -> FittedHead:
-        examples = Features(torch.tensor(features, device="cpu"))
-        priors = checked_priors(self.priors, np.unique(labels[self._have_class(labels)]), allowed)
-        copies = equal_rows(examples.adapted)
-        every = LabelledExamples(examples, labels, names, copies, "example {}".format, earlier)
-        return self._fit_head(self._head(), every, priors, unlabelled, before)
 
     def _head(self) -> Head[Any]:
         given = {"beta": self.beta, "task_covariance": self.task_covariance, "scale": self.scale}

@@ -129,6 +129,26 @@ def joined(n: int, pairs: NDArray[np.int64], names: Sequence[Any]) -> Tensor | N
     return None if number == n else torch.from_numpy(groups.astype(np.int64))
 
 
+def grouped(
+    labels: Tensor,
+    names: Sequence[Any],
+    copies: NDArray[np.int64] | None = None,
+    twins: NDArray[np.int64] | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Groups (n,) of support examples, and those with twins too, by pairs (p, 2) of which those of one class count.
+
+    The first are None if no examples belong together, the second if there are no twins.
+    """
+    n, codes, none = len(labels), labels.cpu().numpy(), np.empty((0, 2), np.int64)
+    copied, alike = (none if pairs is None else within_classes(pairs, codes) for pairs in (copies, twins))
+    groups = joined(n, copied, names)
+    with_twins = joined(n, np.concatenate([copied, alike]), names) if len(alike) else None
+    return (
+        None if groups is None else groups.to(labels.device),
+        None if with_twins is None else with_twins.to(labels.device),
+    )
+
+
 def once_each(unlabelled: Tensor, n: int, pairs: NDArray[np.int64], names: Sequence[Any] | None = None) -> Tensor:
     """Unlabelled examples (m', d) that count: no copies of labelled ones, of other copies one, of a group its mean.
 

@@ -39,7 +39,7 @@ from fewshot_mahalanobis.support_set.copies import (
 )
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import Decisions, FittedHead
-from fewshot_mahalanobis.support_set.labels import joined_labels, label_array
+from fewshot_mahalanobis.support_set.labels import check_allowed, joined_labels, label_array
 from fewshot_mahalanobis.support_set.new_classes import check_proposes, proposed_classes
 from fewshot_mahalanobis.support_set.prediction_sets import largest_surprise, surprises_within
 from fewshot_mahalanobis.support_set.priors import checked_priors
@@ -52,15 +52,14 @@ Classifier = TypeVar("Classifier", bound="FittedHeadMixin")
 MAX_UNLABELLED = 2000
 
 
-class LabelledExamples(NamedTuple):
-    """Everything that ``fit`` and ``partial_fit`` were given with a label, of classes and of none: n examples."""
+class Labelled(NamedTuple):
+    """Labels of the n examples of all calls, of classes and of none, checked against the settings."""
 
-    features: Features
     labels: NDArray[Any]  # (n,)
     group_names: list[Any]  # n, None where an example is of no group
-    copies: NDArray[np.int64]  # pairs (p, 2)
-    name: Callable[[int], str]  # what messages call an example
-    earlier: int = 0  # how many of them, the first, are of earlier calls
+    known: NDArray[np.bool_]  # (n,), whether an example is of a class
+    priors: NDArray[Any] | None  # (k,)
+    earlier: int  # how many of them, the first, are of earlier calls
 
 
 class FittedHeadMixin(ClassifierMixin):
@@ -123,16 +122,21 @@ class FittedHeadMixin(ClassifierMixin):
         some = once_each(some, len(head.labels), copies, names)
         return head.with_unlabelled(some[self._evenly(len(some))]), every
 
-    def _names_of_unlabelled(self, groups: Iterable[Any] | None, m: int | None) -> list[Any] | None:
-        """Names of the groups of m unlabelled examples; ValueError if they do not fit, or there are no examples."""
-        if groups is None:
-            return None
-        if m is None:
+    def _check_unlabelled(self, head: Head[Any], unlabelled: Any, groups: Iterable[Any] | None) -> None:
+        """Raise ValueError if the head learns from no unlabelled examples, or there are groups and no examples."""
+        if unlabelled is not None:
+            head.check_learns_unlabelled()
+        elif groups is not None:
             raise ValueError(f"unlabelled_groups without unlabelled: give the {self._noun}s that they are of")
+
+    def _some_unlabelled(self, m: int, groups: Iterable[Any] | None) -> tuple[NDArray[np.int64], list[Any] | None]:
+        """Which of m unlabelled examples to learn from, and the names of their groups, if any were given."""
         try:
-            return checked_groups(groups, m)
+            names = None if groups is None else checked_groups(groups, m)
         except ValueError as error:
             raise ValueError(f"unlabelled_groups: {error}") from error
+        some = self._evenly(m)
+        return some, None if names is None else [names[index] for index in some]
 
     def _evenly(self, m: int) -> NDArray[np.int64]:
         """Which of m unlabelled examples to learn from: all, or as many as there may be, evenly spread."""
@@ -362,28 +366,59 @@ class FittedHeadMixin(ClassifierMixin):
         """Raise ValueError if a constructor argument cannot be used, whatever the examples are."""
         check_settings(self.temperature, self.false_rejection_rate)
 
+    def _labelled(
+        self, labels: NDArray[Any], group_names: list[Any], allowed: NDArray[Any] | None, earlier: int = 0
+    ) -> Labelled:
+        """Check the labels (n,) of all calls, of which ``earlier`` ones come first, before anything is computed.
+
+        ValueError if none is of a class, one is not ``allowed``, or ``unknown_label`` or ``priors`` do not fit them.
+        """
+        known = np.array([self.unknown_label is None or label != self.unknown_label for label in labels.tolist()])
+        if not known.any():
+            raise ValueError(
+                f"every label is unknown_label={self.unknown_label!r}: {self._noun}s of no class need those of classes"
+            )
+        classes = np.unique(labels[known])
+        check_allowed(classes, allowed)
+        output_labels(classes, self.unknown_label)
+        return Labelled(labels, group_names, known, checked_priors(self.priors, classes, allowed), earlier)
+
+    def _earlier(self, before: FittedHead) -> tuple[Features, NDArray[Any], list[Any]]:
+        """Examples of earlier calls, those with a class first, their labels, and the names of their groups.
+
+        ValueError if ``unknown_label`` has become the label of a class.
+        """
+        output_labels(before.classes, self.unknown_label)
+        if before.negatives is None:
+            return before.support, before.support_labels, before.group_names
+        m = len(before.negatives.adapted)
+        if self.unknown_label is None:
+            warn_caller(f"{m} {self._noun}s of no class are left out, because unknown_label is None now")
+            return before.support, before.support_labels, before.group_names
+        labels = joined_labels(before.support_labels, label_array([self.unknown_label] * m))
+        return Features.joined([before.support, before.negatives]), labels, before.group_names + [None] * m
+
     def _fit_head(
         self,
         head: Head[Any],
-        examples: LabelledExamples,
-        priors: NDArray[Any] | None,
+        features: Features,
+        labelled: Labelled,
+        copies: NDArray[np.int64],
         unlabelled: Tensor | None,
+        name: Callable[[int], str],
         before: FittedHead | None = None,
     ) -> FittedHead:
-        """Fit a head to examples with a label, and others without one (m, d), and warn of new copies.
+        """Fit a head to labelled examples and unlabelled ones (m, d), and warn of new copies, by what ``name`` says.
 
         With ``before`` the earlier examples are known from it, and so are their copies and its unlabelled examples, to
         which ``unlabelled`` ones are added.
         """
-        features, labels, group_names, copies, name, earlier = examples
+        labels, group_names, known, priors, earlier = labelled
         if before is not None and before.pool is not None:
             pool = before.pool.features if unlabelled is None else torch.cat([before.pool.features, unlabelled])
-            pairs = equal_rows(torch.cat([features.adapted, pool]))
-            unlabelled = once_each(pool, len(labels), pairs)
+            unlabelled = once_each(pool, len(labels), equal_rows(torch.cat([features.adapted, pool])))
             unlabelled = unlabelled[self._evenly(len(unlabelled))]
-        known = self._have_class(labels)
         classes, codes = np.unique(labels[known], return_inverse=True)
-        group_names = [*compress(group_names, known)]
         places, pairs = known.cumsum() - 1, copies[known[copies].all(axis=1)]
         support, indices = features.rows_where(known), torch.from_numpy(codes)
         fitted = FittedHead.fit(
@@ -396,45 +431,22 @@ class FittedHeadMixin(ClassifierMixin):
             unknown_label=self.unknown_label,
             false_rejection_rate=self.false_rejection_rate,
             similarities=self._similarities,
-            group_names=group_names,
+            group_names=[*compress(group_names, known)],
             copies=places[pairs],
             twins=near_twins(support.adapted, indices) if self._has_twins else None,
             negatives=None if known.all() else features.rows_where(~known),
-            unlabelled=unlabelled,
         )
+        if unlabelled is not None:
+            fitted = fitted.with_unlabelled(unlabelled)
         if before is not None and before.calibration is not None:
             warn_caller(
                 "the threshold of calibrate() is no longer in force: it comes from the support set again. Call "
                 f"calibrate with {self._noun}s that fit was not given to set it anew"
             )
         found = 0 if before is None else copies_found(before.groups, before.group_names)
-        warn_of_copies(fitted.groups, group_names, found)
+        warn_of_copies(fitted.groups, fitted.group_names, found)
         warn_of_contradictions(copies, labels, name, earlier)
         return fitted
-
-    def _have_class(self, labels: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which labels (n,) name a class, and are not ``unknown_label``. ValueError if none does."""
-        known = np.array([self.unknown_label is None or label != self.unknown_label for label in labels.tolist()])
-        if not known.any():
-            raise ValueError(
-                f"every label is unknown_label={self.unknown_label!r}: {self._noun}s of no class need those of classes"
-            )
-        return known
-
-    def _earlier(self, before: FittedHead) -> tuple[Features, NDArray[Any]]:
-        """Examples of earlier calls, those with a class first, and their labels.
-
-        ValueError if ``unknown_label`` has become the label of a class.
-        """
-        output_labels(before.classes, self.unknown_label)
-        if before.negatives is None:
-            return before.support, before.support_labels
-        m = len(before.negatives.adapted)
-        if self.unknown_label is None:
-            warn_caller(f"{m} {self._noun}s of no class are left out, because unknown_label is None now")
-            return before.support, before.support_labels
-        labels = joined_labels(before.support_labels, label_array([self.unknown_label] * m))
-        return Features.joined([before.support, before.negatives]), labels
 
     def _check_settings_are_fitted(self) -> None:
         """Warn of what was set after ``fit`` and is not in force, before a file is written."""

@@ -21,7 +21,7 @@ from fewshot_mahalanobis.gaussians.temperature import temperature_of_confidence
 from fewshot_mahalanobis.gaussians.unlabelled import memberships
 from fewshot_mahalanobis.heads import Head
 from fewshot_mahalanobis.support_set.calibration import calibrate, check_settings
-from fewshot_mahalanobis.support_set.copies import group_means, group_rows, joined, within_classes
+from fewshot_mahalanobis.support_set.copies import group_means, group_rows, grouped
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import warn_of_similar_labels
 from fewshot_mahalanobis.support_set.negatives import left_out_negatives, similarity_to_negatives
@@ -51,7 +51,7 @@ _TENSORS = {
     "unadapted_features": ("support.unadapted", "nd"),
     "support_labels": ("labels", "n"),
     "support_groups": ("groups", "n"),
-    "groups_with_twins": ("apart", "n"),
+    "groups_with_twins": ("groups_with_twins", "n"),
     "negative_features": ("negatives.adapted", "md"),
     "unadapted_negatives": ("negatives.unadapted", "md"),
     "unlabelled_features": ("pool.features", "ud"),
@@ -126,9 +126,8 @@ class FittedHead:
         Examples of no class.
     pool : Pool or None
         Unlabelled examples, by their adapted features, and the classes that they belong to.
-    apart : int64 Tensor of shape (n,) or None
-        As ``groups``, for settings and calibration, where near twins are left out together too; None if that is
-        ``groups``.
+    groups_with_twins : int64 Tensor of shape (n,) or None
+        As ``groups``, where near twins are left out together too; None if there are none.
     false_rejection_rate : float
         The rate that the threshold is for.
     calibration : float64 Tensor of shape (c,) or None
@@ -152,7 +151,7 @@ class FittedHead:
     group_names: list[Any]
     negatives: Features | None = None
     pool: Pool | None = None
-    apart: Tensor | None = None
+    groups_with_twins: Tensor | None = None
     false_rejection_rate: float = 0.05
     calibration: Tensor | None = None
     state: Any = field(init=False)
@@ -183,7 +182,6 @@ class FittedHead:
         copies: NDArray[np.int64] | None = None,
         twins: NDArray[np.int64] | None = None,
         negatives: Features | None = None,
-        unlabelled: Tensor | None = None,
     ) -> FittedHead:
         """Fit a head to a support set and calibrate it.
 
@@ -215,36 +213,30 @@ class FittedHead:
             Pairs that settings and calibration leave out together, as if they were copies (``near_twins``).
         negatives : Features, optional
             Examples of no class, for the outlier score.
-        unlabelled : Tensor of shape (m, d), optional
-            Adapted features of unlabelled examples, no copies among them, as for :meth:`with_unlabelled`.
 
         Raises
         ------
         ValueError
-            As the head's ``fit``, :func:`calibrate`, :func:`output_labels` and :meth:`with_unlabelled`.
+            As the head's ``fit``, :func:`calibrate` and :func:`output_labels`.
         """
         labels = labels.to(support.adapted.device)
         classes = np.arange(int(labels.max()) + 1) if classes is None else classes
         warn_of_similar_labels([*classes.tolist(), unknown_label], labels.bincount(minlength=len(classes)).tolist())
         names: list[Any] = [None] * len(labels) if group_names is None else group_names
-        found = [np.empty((0, 2), np.int64) if pairs is None else pairs for pairs in (copies, twins)]
-        copied, alike = (within_classes(pairs, labels.cpu().numpy()) for pairs in found)
-        groups = joined(len(labels), copied, names)
-        groups = None if groups is None else groups.to(labels.device)
-        apart = joined(len(labels), np.concatenate([copied, alike]), names)
-        apart = None if apart is None else apart.to(labels.device)
+        groups, groups_with_twins = grouped(labels, names, copies, twins)
+        apart = groups if groups_with_twins is None else groups_with_twins
         reject = unknown_label is not None
         with torch.no_grad(), one_thread_if_small(support.adapted):
             settled = head.settled(support.adapted, labels, apart)
             parts = {"settled": settled, "support": support, "labels": labels, "groups": apart, "negatives": negatives}
             settings = {"temperature": temperature, "false_rejection_rate": false_rejection_rate, "reject": reject}
             chosen_temperature, outliers = _calibrated(parts, similarities, **settings)
-        if outliers is not None and len(alike):  # its terms are of the groups that the head has
+        if outliers is not None and groups_with_twins is not None:  # its terms are of the groups that the head has
             left_out = outliers.left_out
             outliers = _outlier_score(outliers.threshold, outliers.units, {**parts, "groups": groups})
             assert outliers is not None
             outliers.left_out = left_out
-        fitted = cls(
+        return cls(
             head=head,
             settled=settled,
             support=support,
@@ -257,13 +249,12 @@ class FittedHead:
             groups=groups,
             group_names=names,
             negatives=negatives,
-            apart=apart if len(alike) else None,
+            groups_with_twins=groups_with_twins,
             false_rejection_rate=false_rejection_rate,
         )
-        return fitted if unlabelled is None else fitted.with_unlabelled(unlabelled)
 
     def with_unlabelled(self, unlabelled: Tensor) -> FittedHead:
-        """Learn from unlabelled examples (m, d) too, which take the place of earlier ones.
+        """Learn from unlabelled examples (m, d) too, no copies among them, which take the place of earlier ones.
 
         They say nothing where there is one class alone. ValueError if the head does not learn from such examples.
         """
@@ -279,7 +270,7 @@ class FittedHead:
         pool = Pool(features, found.float())  # as a file keeps them
         learned = replace(self, pool=pool)
         if k > 1 and len(features) and self.counts.max() == 1:
-            alone = self.with_priors(self._support_logits(features)) / self.temperature
+            alone = self.with_priors(self._equal_prior_logits(self.state, features)) / self.temperature
             confidence = float(alone.double().softmax(dim=1).amax(dim=1).mean())
             confidence += GAINED_CONFIDENCE * (1 - confidence)
             temperature = temperature_of_confidence(learned.logits(features) / self.temperature, confidence)
@@ -300,7 +291,7 @@ class FittedHead:
             labels=self.labels[rows],
             groups=groups,
             group_names=[*compress(self.group_names, rest)],
-            apart=None,
+            groups_with_twins=None,
             calibration=None,
             unknown_label=None,
             outliers=None,
@@ -355,7 +346,7 @@ class FittedHead:
         if self.outliers.left_out is None:
             units = self.outliers.units or {}
             similarities = [term for term in SIMILARITIES if term.name in units]
-            parts = {**vars(self), "groups": self.groups if self.apart is None else self.apart}
+            parts = {**vars(self), "groups": self.apart}
             any_rate = {"temperature": self.temperature, "false_rejection_rate": 0.5, "reject": True}
             with torch.no_grad(), one_thread_if_small(self.support.adapted):
                 _, again = _calibrated(parts, similarities, **any_rate)
@@ -385,6 +376,15 @@ class FittedHead:
     # ---------------------------------------------------------------- queries
 
     @property
+    def apart(self) -> Tensor | None:
+        """Support examples of equal number (n,) are left out together where settings are chosen and calibrated."""
+        return self.groups if self.groups_with_twins is None else self.groups_with_twins
+
+    def metric(self) -> ClassMetric:
+        """Coordinates of the default head's model of this support set, whatever the head."""
+        return ClassMetric.of(self.settled, self.support.adapted, self.labels, self.apart)
+
+    @property
     def support_labels(self) -> NDArray[Any]:
         """Label of each support example, (n,)."""
         return self.classes[self.labels.cpu().numpy()]
@@ -399,17 +399,15 @@ class FittedHead:
         """Labels that :meth:`predict` gives the indices of: the classes, then the unknown label."""
         return output_labels(self.classes, self.unknown_label)
 
-    @torch.no_grad()
     def logits(self, features: Tensor) -> Tensor:
         """Logits (m, k) of queries' adapted features (m, d)."""
-        with one_thread_if_small(features):
-            return self.with_priors(self.settled.logits(self.state_of_all, features.to(self.support.adapted.device)))
+        return self.with_priors(self._equal_prior_logits(self.state_of_all, features))
 
     @torch.no_grad()
-    def _support_logits(self, features: Tensor) -> Tensor:
-        """Logits (m, k) of equal priors by the support set alone."""
+    def _equal_prior_logits(self, state: Any, features: Tensor) -> Tensor:
+        """Logits (m, k) by one of the two states."""
         with one_thread_if_small(features):
-            return self.settled.logits(self.state, features.to(self.support.adapted.device))
+            return self.settled.logits(state, features.to(self.support.adapted.device))
 
     def with_priors(self, logits: Tensor) -> Tensor:
         """Logits (m, k) of equal priors, plus T log pi_k: their softmax over T is Bayes' rule."""
@@ -442,13 +440,17 @@ class FittedHead:
 
         Without a fitted score it is minus the largest logit of equal priors.
         """
+        return self._outlier_score(self._equal_prior_logits(self.state, features.adapted), features)
+
+    def _outlier_score(self, logits: Tensor, features: Features) -> Tensor:
         with one_thread_if_small(features.adapted):
-            logits = self._support_logits(features.adapted)
             return OutlierScore.head_score(logits) if self.outliers is None else self.outliers(logits, features)
 
     def predict(self, features: Features) -> Decisions:
         """Classify m queries: logits, outlier scores and the index of each query's label in ``output_labels``."""
-        return self._decided(self.logits(features.adapted), self.outlier_score(features))
+        by_support = self._equal_prior_logits(self.state, features.adapted)
+        by_all = by_support if self.pool is None else self._equal_prior_logits(self.state_of_all, features.adapted)
+        return self._decided(self.with_priors(by_all), self._outlier_score(by_support, features))
 
     def _decided(self, logits: Tensor, scores: Tensor) -> Decisions:
         indices = logits.argmax(dim=1)
@@ -480,9 +482,8 @@ class FittedHead:
         The mean of a group's logits counts as often as the group is worth independent queries (``witnesses.py``);
         priors count once.
         """
-        groups = self.groups if self.apart is None else self.apart
         with one_thread_if_small(features):
-            metric = ClassMetric.of(self.settled, self.support.adapted, self.labels, groups)
+            metric = self.metric()
             worth = witnesses(
                 metric(features.to(self.support.adapted.device)), rows.to(metric.means.device), metric.means
             )
@@ -551,7 +552,7 @@ class FittedHead:
             "group_names": [None] * len(labels) if values.group_names is None else values.group_names,
             "negatives": None if negatives is None else Features(negatives, kept["unadapted_negatives"]),
             "pool": None if pool is None else Pool(pool, kept["memberships"], values.pool_temperature),
-            "apart": kept["groups_with_twins"],
+            "groups_with_twins": kept["groups_with_twins"],
             "calibration": None if kept["calibration_scores"] is None else kept["calibration_scores"].cpu(),
         }
         if values.false_rejection_rate is not None:
@@ -571,7 +572,7 @@ class FittedHead:
             "support": self.support.to(device),
             "labels": self.labels.to(device),
             "groups": None if self.groups is None else self.groups.to(device),
-            "apart": None if self.apart is None else self.apart.to(device),
+            "groups_with_twins": None if self.groups_with_twins is None else self.groups_with_twins.to(device),
             "negatives": None if self.negatives is None else self.negatives.to(device),
             "pool": None if self.pool is None else self.pool.to(device),
         }

@@ -105,8 +105,7 @@ def new_classes(fitted: FittedHead, features: Tensor, copies: Tensor | None = No
     rows = torch.arange(len(features)) if copies is None else copies.unique(return_inverse=True)[1].cpu()
     if len(features) == 0 or int(rows.max()) + 1 < LEAST:
         return np.full(len(features), -1)
-    groups = fitted.groups if fitted.apart is None else fitted.apart
-    metric = ClassMetric.of(fitted.settled, fitted.support.adapted, fitted.labels, groups)
+    metric = fitted.metric()
     x = group_means(_directions(metric, features), rows).numpy()
     height = _height(fitted, metric.settings)
     some = np.linspace(0, len(x) - 1, min(len(x), _MOST)).round().astype(np.int64)

@@ -75,7 +75,7 @@ def surprises_within(log_probabilities: NDArray[np.float64], limit: float) -> ND
 
 def _left_out_surprises(fitted: FittedHead) -> LeftOutScores:
     """Surprises of the own classes of left-out support examples, and their groups."""
-    labels, groups = fitted.labels.cpu(), fitted.groups if fitted.apart is None else fitted.apart
+    labels, groups = fitted.labels.cpu(), fitted.apart
     groups = None if groups is None else groups.cpu()
     counted = left_out_weights(labels, groups) > 0  # an example whose class has others outside its group
     if fitted.pool is None:
