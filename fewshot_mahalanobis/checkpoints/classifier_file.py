@@ -475,7 +475,7 @@ def _parameters(record: _HeadParameters, fitted_head: FittedHead) -> dict[str, A
 
 def _fitted_head(header: _Header, tensors: Mapping[str, Tensor], head: Head[Any], target: torch.device) -> FittedHead:
     fitted, classes = header.fitted, _classes(header.labels)
-    if fitted.false_rejection_rate is None:  # of an earlier version, by which nothing was in force that was set later
+    if fitted.false_rejection_rate is None:  # in files of earlier versions, where the parameter was in force
         fitted.false_rejection_rate = header.parameters.false_rejection_rate
     unknown = fitted.unknown_label  # NumPy pads every string to the longest
     if isinstance(unknown, str) and 4 * len(unknown) * (len(classes) + 1) > MAX_LABEL_BYTES:

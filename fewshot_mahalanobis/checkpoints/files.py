@@ -68,7 +68,10 @@ def atomic_replace(path: str | os.PathLike[str], *, mode: int | None = None) -> 
 
 @contextmanager
 def naming_a_full_disk(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name in the error of a full disk what could not be written, and the remedy; the outermost block has the word."""
+    """Name in the error of a full disk the ``path`` that could not be written, and the remedy.
+
+    Of nested blocks the outermost names its path: it is the one that the user gave.
+    """
     try:
         yield
     except OSError as error:

@@ -408,7 +408,7 @@ def photographs(images: Sequence[Any], first: int = 0) -> list[str | None]:
 
 
 def _photograph_of(item: Any) -> Any:
-    """What is the same for regions of one photograph; None for an item that is no region."""
+    """Key of the photograph that a region is of; None for an item that is no region."""
     if not isinstance(item, Region):
         return None
     return id(item.image) if item.path is None else item.path

@@ -309,7 +309,7 @@ def file_contents(path: str | os.PathLike[Any], size: int) -> FileContents | Non
 
 
 def is_small(n_bytes: int, size: int) -> bool:
-    """Whether a file of so many bytes is read as fast as its square would be."""
+    """Whether a file of ``n_bytes`` is read as fast as its square would be."""
     return n_bytes < _SMALL * size * size * 3
 
 

@@ -37,7 +37,7 @@ TURNS = {
 
 @contextmanager
 def ignoring_damage(remark: str, remarks: list[str]) -> Iterator[None]:
-    """Whatever goes wrong with reading metadata is ignored, and the remark added."""
+    """Ignore any error of reading metadata, and add the remark."""
     try:
         yield
     except MemoryError:
@@ -111,9 +111,9 @@ def _profile_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform 
 
 
 def without_metadata(file: BinaryIO) -> Iterator[bytes]:
-    """The contents of a JPEG, PNG, WebP or TIFF with its pixels alone, by what it keeps of the rest, the most first.
+    """Yield versions of a JPEG, PNG, WebP or TIFF, each with its pixels and less of the rest than the one before.
 
-    Nothing of another file, which is not read.
+    Nothing for a file of another format, which is not read.
     """
     file.seek(0)
     start = file.read(12)

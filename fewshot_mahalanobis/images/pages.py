@@ -214,7 +214,7 @@ def _too_many(samples: int) -> str:
 
 
 def check_bands(bands: Sequence[int], count: int) -> None:
-    """ImageError if an image of so many bands lacks one that is chosen."""
+    """ImageError if an image of ``count`` bands lacks one that is chosen."""
     if max(bands) >= count:
         has = "1 band" if count == 1 else f"{count} bands"
         raise ImageError(f"it has {has}, and there is none of number {max(bands)}, counted from 0. {_HOW_BANDS}")

@@ -170,7 +170,7 @@ def to_squares_of_regions(picture: Chosen, regions: Sequence[Region], size: int)
 
 
 def _scale_jpeg(image: Image.Image, side: int) -> None:
-    """Have a JPEG that is not loaded decoded at the smallest scale that leaves both sides at least so long."""
+    """Have a JPEG that is not loaded decoded at the smallest scale that leaves both sides at least ``side`` long."""
     if image.format in ("JPEG", "MPO"):  # of HEIC it would be the file's own small version
         image.draft(None, (side, side))
 
@@ -293,7 +293,7 @@ def _file(picture: _File | Region) -> _File:
 
 @contextmanager
 def _image_errors() -> Iterator[None]:
-    """What goes wrong with one image becomes an ImageError."""
+    """Raise any error of reading one image as an ImageError."""
     try:
         yield
     except MemoryError:

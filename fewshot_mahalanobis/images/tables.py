@@ -107,7 +107,7 @@ def checked_cells(file: Path, line: int, path: str, label: str | None, folder: P
 
 
 def is_table(path: Path) -> bool:
-    """Whether a path is called like a table and is no folder."""
+    """Whether a path has the name of a table and is no folder."""
     return path.suffix.lower() in (".csv", ".tsv", ".txt") and not path.is_dir()
 
 

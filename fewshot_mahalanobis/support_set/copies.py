@@ -135,9 +135,10 @@ def grouped(
     copies: NDArray[np.int64] | None = None,
     twins: NDArray[np.int64] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Groups (n,) of support examples, and those with twins too, by pairs (p, 2) of which those of one class count.
+    """Groups (n,) of support examples by copies and names, and groups by twins too.
 
-    The first are None if no examples belong together, the second if there are no twins.
+    Of the pairs (p, 2) only those of one class count. The first are None if no examples belong together, the second if
+    there are no twins.
     """
     n, codes, none = len(labels), labels.cpu().numpy(), np.empty((0, 2), np.int64)
     copied, alike = (none if pairs is None else within_classes(pairs, codes) for pairs in (copies, twins))

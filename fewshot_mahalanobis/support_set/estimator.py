@@ -106,7 +106,7 @@ class FittedHeadMixin(ClassifierMixin):
     def _head_for(
         self, batches: Iterable[Features], transductive: bool, groups: Iterable[Any] | None = None
     ) -> tuple[FittedHead, Iterable[Features]]:
-        """The head that classifies these queries, and they; with ``transductive`` it learns from all of them first.
+        """The head that classifies queries, and the queries. With ``transductive`` the head learns from them first.
 
         Queries of one group are one unlabelled example, their mean, and none where one of them has a label.
         """

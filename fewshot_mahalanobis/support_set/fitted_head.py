@@ -36,8 +36,8 @@ from fewshot_mahalanobis.support_set.unknown import (
 )
 from fewshot_mahalanobis.support_set.witnesses import ClassMetric, witnesses
 
-#: Where every class has one example, nothing can be left out to calibrate probabilities. Those by the support set alone
-#: are right on average, and unlabelled examples, which classes come to fit, add this share of what they lack.
+#: Where every class has one example, none can be left out to calibrate probabilities. Those by the support set alone
+#: are right on average. Unlabelled examples make them surer, by this share of what is missing to certainty.
 GAINED_CONFIDENCE = 0.25
 #: Unit of the distance from the threshold of rejection for doubts, in standard deviations of left-out scores; from
 #: validation classes.
@@ -225,15 +225,15 @@ class FittedHead:
         names: list[Any] = [None] * len(labels) if group_names is None else group_names
         groups, groups_with_twins = grouped(labels, names, copies, twins)
         apart = groups if groups_with_twins is None else groups_with_twins
-        reject = unknown_label is not None
         with torch.no_grad(), one_thread_if_small(support.adapted):
             settled = head.settled(support.adapted, labels, apart)
-            parts = {"settled": settled, "support": support, "labels": labels, "groups": apart, "negatives": negatives}
-            settings = {"temperature": temperature, "false_rejection_rate": false_rejection_rate, "reject": reject}
-            chosen_temperature, outliers = _calibrated(parts, similarities, **settings)
+            support_set = _SupportSet(settled, support, labels, apart, negatives)
+            chosen_temperature, outliers = support_set.calibrated(
+                similarities, temperature, false_rejection_rate, reject=unknown_label is not None
+            )
         if outliers is not None and groups_with_twins is not None:  # its terms are of the groups that the head has
             left_out = outliers.left_out
-            outliers = _outlier_score(outliers.threshold, outliers.units, {**parts, "groups": groups})
+            outliers = support_set._replace(groups=groups).score(outliers.threshold, outliers.units)
             assert outliers is not None
             outliers.left_out = left_out
         return cls(
@@ -346,10 +346,9 @@ class FittedHead:
         if self.outliers.left_out is None:
             units = self.outliers.units or {}
             similarities = [term for term in SIMILARITIES if term.name in units]
-            parts = {**vars(self), "groups": self.apart}
-            any_rate = {"temperature": self.temperature, "false_rejection_rate": 0.5, "reject": True}
+            support_set = _SupportSet(self.settled, self.support, self.labels, self.apart, self.negatives)
             with torch.no_grad(), one_thread_if_small(self.support.adapted):
-                _, again = _calibrated(parts, similarities, **any_rate)
+                _, again = support_set.calibrated(similarities, self.temperature, 0.5, reject=True)  # at any rate
             assert again is not None
             self.outliers.left_out = again.left_out
             assert self.outliers.left_out is not None
@@ -537,27 +536,29 @@ class FittedHead:
         }
         labels, groups = kept["support_labels"], kept["support_groups"]
         support = Features(kept["support_features"], kept["unadapted_features"])
-        negatives, pool = kept["negative_features"], kept["unlabelled_features"]
         settled = state["settled"]
-        attributes = {
-            "head": head,
-            "settled": head.settled(support.adapted, labels, groups) if settled is None else settled.to(device),
-            "support": support,
-            "labels": labels,
-            "classes": classes,
-            "temperature": values.temperature,
-            "priors": None if values.priors is None else np.array(values.priors),
-            "unknown_label": values.unknown_label,
-            "groups": groups,
-            "group_names": [None] * len(labels) if values.group_names is None else values.group_names,
-            "negatives": None if negatives is None else Features(negatives, kept["unadapted_negatives"]),
-            "pool": None if pool is None else Pool(pool, kept["memberships"], values.pool_temperature),
-            "groups_with_twins": kept["groups_with_twins"],
-            "calibration": None if kept["calibration_scores"] is None else kept["calibration_scores"].cpu(),
-        }
-        if values.false_rejection_rate is not None:
-            attributes["false_rejection_rate"] = values.false_rejection_rate
-        return cls(**attributes, outliers=_outlier_score(values.threshold, values.units, attributes))
+        settled = head.settled(support.adapted, labels, groups) if settled is None else settled.to(device)
+        negatives = kept["negative_features"]
+        negatives = None if negatives is None else Features(negatives, kept["unadapted_negatives"])
+        pool, calibration, rate = kept["unlabelled_features"], kept["calibration_scores"], values.false_rejection_rate
+        return cls(
+            head=head,
+            settled=settled,
+            support=support,
+            labels=labels,
+            classes=classes,
+            temperature=values.temperature,
+            priors=None if values.priors is None else np.array(values.priors),
+            unknown_label=values.unknown_label,
+            outliers=_SupportSet(settled, support, labels, groups, negatives).score(values.threshold, values.units),
+            groups=groups,
+            group_names=[None] * len(labels) if values.group_names is None else values.group_names,
+            negatives=negatives,
+            pool=None if pool is None else Pool(pool, kept["memberships"], values.pool_temperature),
+            groups_with_twins=kept["groups_with_twins"],
+            false_rejection_rate=cls.false_rejection_rate if rate is None else rate,
+            calibration=None if calibration is None else calibration.cpu(),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FittedHead.from_state, (self.to_state(),)
@@ -576,8 +577,10 @@ class FittedHead:
             "negatives": None if self.negatives is None else self.negatives.to(device),
             "pool": None if self.pool is None else self.pool.to(device),
         }
-        outliers = self.outliers and _outlier_score(self.outliers.threshold, self.outliers.units, moved)
-        return replace(self, **moved, outliers=outliers)
+        if self.outliers is not None:
+            support_set = _SupportSet(*(moved[name] for name in _SupportSet._fields))
+            moved["outliers"] = support_set.score(self.outliers.threshold, self.outliers.units)
+        return replace(self, **moved)
 
 
 def _attribute(of: Any, path: str) -> Any:
@@ -618,40 +621,47 @@ def _check_fit_together(values: Values, tensors: Mapping[str, Tensor], classes: 
             raise ValueError(f"a temperature of {values.pool_temperature} with unlabelled examples")
 
 
-def _outlier_score(threshold: float | None, units: Units | None, of: Mapping[str, Any]) -> OutlierScore | None:
-    """The outlier score of a fitted head with the attributes ``of``; None without a threshold."""
-    if threshold is None:
-        return None
-    support, labels = of["support"], of["labels"]
-    similarities = _with_negatives(SIMILARITIES, of.get("negatives"), of["settled"], support, labels, of["groups"])
-    return OutlierScore(threshold, units, support, labels, similarities)
+class _SupportSet(NamedTuple):
+    """What calibration and the outlier score are fitted to."""
 
+    settled: Head[Any]
+    support: Features
+    labels: Tensor
+    groups: Tensor | None
+    negatives: Features | None
 
-def _calibrated(
-    of: Mapping[str, Any], similarities: Sequence[Similarity], **settings: Any
-) -> tuple[float, OutlierScore | None]:
-    """Temperature and outlier score by leaving out, for a settled head and its support set: attributes ``of``."""
-    settled, support, labels, groups, negatives = (
-        of[name] for name in ("settled", "support", "labels", "groups", "negatives")
-    )
-    terms = _with_negatives(similarities, negatives, settled, support, labels, groups)
-    if settings["reject"] and negatives is not None:
-        settings["negatives"] = left_out_negatives(settled, negatives, support, labels, groups, terms)
-    return calibrate(settled, support, labels, groups, similarities=terms, **settings)
+    def score(self, threshold: float | None, units: Units | None) -> OutlierScore | None:
+        """The outlier score of a threshold and units that are known; None without a threshold."""
+        if threshold is None:
+            return None
+        return OutlierScore(threshold, units, self.support, self.labels, self._terms(SIMILARITIES))
 
+    def calibrated(
+        self, similarities: Sequence[Similarity], temperature: float | str, false_rejection_rate: float, reject: bool
+    ) -> tuple[float, OutlierScore | None]:
+        """Temperature and outlier score by leaving examples out."""
+        settled, support, labels, groups, negatives = self
+        terms, left_out = self._terms(similarities), None
+        if reject and negatives is not None:
+            left_out = left_out_negatives(settled, negatives, support, labels, groups, terms)
+        return calibrate(
+            settled,
+            support,
+            labels,
+            groups,
+            temperature=temperature,
+            false_rejection_rate=false_rejection_rate,
+            reject=reject,
+            similarities=terms,
+            negatives=left_out,
+        )
 
-def _with_negatives(
-    similarities: Sequence[Similarity],
-    negatives: Features | None,
-    settled: Head[Any],
-    support: Features,
-    labels: Tensor,
-    groups: Tensor | None,
-) -> tuple[Similarity, ...]:
-    """Terms of the outlier score, and the one that examples of no class add if there are any."""
-    if negatives is None:
-        return tuple(similarities)
-    return *similarities, similarity_to_negatives(settled, negatives, support, labels, groups)
+    def _terms(self, similarities: Sequence[Similarity]) -> tuple[Similarity, ...]:
+        """Terms of the outlier score, and the one that examples of no class add if there are any."""
+        settled, support, labels, groups, negatives = self
+        if negatives is None:
+            return tuple(similarities)
+        return *similarities, similarity_to_negatives(settled, negatives, support, labels, groups)
 
 
 class Decisions(NamedTuple):

@@ -137,9 +137,9 @@ _SHORTENED_FROM, _DIGITS = Decimal(10) ** 11, 15
 
 
 def folded(label: str) -> str:
-    """What labels have in common that differ only in what hardly shows.
+    """A label without what hardly shows: two labels that differ in nothing else are equal when folded.
 
-    That is case, white space, the Unicode form of their characters, quotes and dashes, and characters without a width.
+    That is case, white space, the Unicode form of its characters, quotes and dashes, and characters without a width.
     """
     text = unicodedata.normalize("NFKC", label.translate(_TYPED)).casefold()
     return " ".join("".join(c for c in text if unicodedata.category(c) != "Cf" and c not in "\ufe0e\ufe0f").split())
@@ -185,7 +185,7 @@ def _alike(names: list[str]) -> list[list[str]]:
 
 
 def _meaning(label: str) -> str | Decimal:
-    """What labels have in common that are one number, or one text but for :func:`folded` and a wrong encoding."""
+    """The number that a label is, else the label :func:`folded` and in its right encoding."""
     text = _in_utf8(label)
     number = _number(text)
     return folded(text) if number is None else number

@@ -48,8 +48,8 @@ def largest_surprise(fitted: FittedHead, coverage: float) -> float:
     """
     if not (isinstance(coverage, Real) and 0 < coverage < 1):
         raise ValueError(
-            f"coverage must lie between 0 and 1, got {coverage!r}: 0.9 asks for the right class of 90 of 100 "
-            "queries, and only all classes together never lack it"
+            f"coverage must lie between 0 and 1, got {coverage!r}: with 0.9 the sets of 90 of 100 queries have the "
+            "right class"
         )
     surprises = _left_out_surprises(fitted)
     n = len(surprises.scores) if surprises.groups is None else len(surprises.groups.unique())
