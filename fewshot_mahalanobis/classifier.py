@@ -464,14 +464,11 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         ValueError
             An image cannot be used. The message names it.
         """
-        return self._snapshot()._predict(X, transductive, group_names(groups))
-
-    def _predict(self, X: Any, transductive: bool, groups: list[Any] | None) -> NDArray[Any]:
-        """Return what ``predict`` does. ``self`` is a copy, as for ``_fit``."""
+        now, groups = self._snapshot(), group_names(groups)
         # 1. Features, batch by batch, by the network as it was adapted.
-        queries = self._query_features(X, "predict", for_outliers=True)
+        queries = now._query_features(X, "predict", for_outliers=True)
         # 2. The fitted head; if asked, it learns from the queries first.
-        head, batches = self._head_for(queries, transductive, groups)
+        head, batches = now._head_for(queries, transductive, groups)
         # 3. The class of the largest logit, or the unknown label where the outlier score is above the threshold.
         return head.output_labels[head.decide(batches, groups).indices.cpu().numpy()]
 

@@ -197,11 +197,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         ValueError
             On invalid data.
         """
-        return self._snapshot()._predict(X, transductive, group_names(groups))
-
-    def _predict(self, X: ArrayLike, transductive: bool, groups: list[Any] | None) -> NDArray[Any]:
-        """Return what ``predict`` does. ``self`` is a copy, whose settings no other thread changes."""
-        head, batches = self._head_for(self._query_features(X, "predict"), transductive, groups)
+        now, groups = self._snapshot(), group_names(groups)
+        head, batches = now._head_for(now._query_features(X, "predict"), transductive, groups)
         return head.output_labels[head.decide(batches, groups).indices.cpu().numpy()]
 
     def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:
@@ -255,7 +252,7 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         unlabelled_groups: Iterable[Any] | None,
         fitted: _Fitted | None,
     ) -> _Fitted:
-        """Return what ``fit`` learns, or ``partial_fit`` after what was ``fitted``. ``self`` is a copy."""
+        """Return what ``fit`` learns, or ``partial_fit`` after what was ``fitted``. ``self`` is a :func:`snapshot`."""
         # 1. Check the settings, the examples and their labels; earlier examples come first.
         self._check_params()
         head, allowed = self._head(), allowed_classes(classes, fitted and fitted.allowed)

@@ -97,12 +97,6 @@ class FittedHeadMixin(ClassifierMixin):
         """Check queries and yield their features batch by batch, with those that the outlier score needs if asked."""
         raise NotImplementedError
 
-    def _head_and_queries(
-        self, X: Any, method: str, transductive: bool, groups: Iterable[Any] | None, *, for_outliers: bool = False
-    ) -> tuple[FittedHead, Iterable[Features]]:
-        """The head that classifies queries, and their features by batch."""
-        return self._head_for(self._query_features(X, method, for_outliers=for_outliers), transductive, groups)
-
     def _head_for(
         self, batches: Iterable[Features], transductive: bool, groups: Iterable[Any] | None = None
     ) -> tuple[FittedHead, Iterable[Features]]:
@@ -162,8 +156,8 @@ class FittedHeadMixin(ClassifierMixin):
         self, X: Any, *, transductive: bool = False, groups: Iterable[Any] | None = None
     ) -> NDArray[np.float64]:
         """Logarithms (m, k) of :meth:`predict_proba`, finite where a probability underflows, not where a prior is 0."""
-        groups = group_names(groups)
-        head, batches = self._snapshot()._head_and_queries(X, "predict_proba", transductive, groups)
+        now, groups = self._snapshot(), group_names(groups)
+        head, batches = now._head_for(now._query_features(X, "predict_proba"), transductive, groups)
         if groups is None:
             logits = torch.cat([head.logits(features.adapted).cpu() for features in batches])
         else:
@@ -256,7 +250,8 @@ class FittedHeadMixin(ClassifierMixin):
 
         The logits of ``head="mahalanobis"`` are -s (x - mu_k)^T Q_k^-1 (x - mu_k), plus T log pi_k with ``priors`` pi.
         """
-        head, batches = self._snapshot()._head_and_queries(X, "decision_function", transductive=False, groups=None)
+        now = self._snapshot()
+        head, batches = now.fitted_head_, now._query_features(X, "decision_function")
         logits = torch.cat([head.logits(features.adapted).cpu() for features in batches])
         return (logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits).numpy()
 
@@ -269,8 +264,8 @@ class FittedHeadMixin(ClassifierMixin):
         of it.
         """
         now = self._snapshot()
-        batches = now._query_features(X, "outlier_score", for_outliers=True)
-        return torch.cat([now.fitted_head_.outlier_score(features) for features in batches]).cpu().numpy()
+        head, batches = now.fitted_head_, now._query_features(X, "outlier_score", for_outliers=True)
+        return torch.cat([head.outlier_score(features) for features in batches]).cpu().numpy()
 
     def predict_all(self, X: Any, *, transductive: bool = False, groups: Iterable[Any] | None = None) -> Predictions:
         """Labels, probabilities and features of queries, which go through the network once.
@@ -287,8 +282,8 @@ class FittedHeadMixin(ClassifierMixin):
             Named tuple of ``labels`` (m,), ``probabilities`` (m, k), ``unknown`` (m,), whether a query belongs to no
             class, ``features`` (m, d), ``outlier_scores`` (m,) and ``doubts`` (m,).
         """
-        groups = group_names(groups)
-        head, batches = self._snapshot()._head_and_queries(X, "predict", transductive, groups, for_outliers=True)
+        now, groups = self._snapshot(), group_names(groups)
+        head, batches = now._head_for(now._query_features(X, "predict", for_outliers=True), transductive, groups)
         features, predictions = zip(*((features, head.predict(features)) for features in batches), strict=True)
         decisions, adapted = Decisions.joined(predictions), torch.cat([batch.adapted for batch in features])
         if groups is not None:
