@@ -35,8 +35,8 @@ from fewshot_mahalanobis.support_set.copies import copies_found, equal_rows
 from fewshot_mahalanobis.support_set.estimator import Predictions
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.labels import check_text, folded
-from fewshot_mahalanobis.support_set.learning_curve import LearningCurve
 from fewshot_mahalanobis.support_set.new_classes import proposed_classes
+from fewshot_mahalanobis.support_set.summary import summarise
 
 __all__ = ["UNKNOWN", "Answer", "Neighbour", "Picture", "Session"]
 
@@ -359,7 +359,7 @@ class Session:
     def curve(self) -> dict[str, Any] | None:
         """How well it does with fewer and more pictures, for JSON; None where that is not measured."""
         classifier = self.classifier
-        curve: LearningCurve | None = None if classifier is None else classifier.summary().curve
+        curve = None if classifier is None else summarise(classifier.fitted_head_, "picture").curve
         if curve is None:
             return None
         return {
