@@ -1,4 +1,4 @@
-"""The one loader of checkpoints: from a name or a path to a model."""
+"""The one loader of checkpoints: from a name or a path to a model, or to its backbone's weights."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import difflib
 import importlib.resources
 import os
 from pathlib import Path
+from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS, CheckpointRecord
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError, DownloadError
-from fewshot_mahalanobis.checkpoints.folder import read_checkpoint
+from fewshot_mahalanobis.checkpoints.folder import read_checkpoint, read_tensors
 from fewshot_mahalanobis.checkpoints.hub import hub_checkpoint, hub_name
 from fewshot_mahalanobis.checkpoints.published import load_published
 from fewshot_mahalanobis.cores import one_thread
+from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 
 
@@ -95,6 +98,19 @@ def load_checkpoint(
         "an existing local folder, or a Hub repository 'user/repo' or 'user/repo@revision'. A network of timm is put "
         "under the head by SimpleCNAPS.from_backbone(name)"
     )
+
+
+def resnet18_weights(backbone: str) -> dict[str, Tensor]:
+    """Read the weights of the FiLM ResNet18 from a file that ``pretrain`` wrote, or from a checkpoint."""
+    if backbone.endswith(".safetensors"):
+        with torch.device("meta"):
+            expected = FilmResNet18().state_dict()
+        return read_tensors(Path(backbone), expected)
+    model = load_checkpoint(backbone)
+    network = cast(nn.Module, model.feature_extractor)
+    if "backbone" in model.config:
+        raise ValueError(f"the backbone of the checkpoint {backbone!r} is no FilmResNet18 but {type(network).__name__}")
+    return network.state_dict()
 
 
 def _names_a_path(name: str) -> bool:

@@ -28,10 +28,11 @@ from fewshot_mahalanobis.checkpoints.files import (
     readable_file,
     remove_leftovers,
 )
+from fewshot_mahalanobis.checkpoints.load import resnet18_weights
 from fewshot_mahalanobis.export.web_page.page_files import page_folder
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result, write_results
 from fewshot_mahalanobis.research.evaluation.shots_and_ways import plot_curves
-from fewshot_mahalanobis.research.training.run import RunFolder, resnet18_weights
+from fewshot_mahalanobis.research.training.run import RunFolder
 from tests.tiny import LABELS, pictures, tiny_classifier, tiny_model
 
 pytestmark = pytest.mark.usefixtures("narrow_resnet18")

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.research.data import layouts
 from fewshot_mahalanobis.research.data.hierarchy import Hierarchy
 from fewshot_mahalanobis.research.data.layouts import IS_A, IS_A_URL, Listing, imagenet_hierarchy
@@ -27,6 +28,10 @@ from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 
 #: Data sets used for testing only: all their classes, the images of their test sets.
 TEST_ONLY = ("mnist", "cifar10", "cifar100")
+#: Name of the synthetic source of :mod:`fewshot_mahalanobis.research.data.glyphs`.
+GLYPHS = "glyphs"
+#: Maximum side of drawn glyphs in pixels: 8,000 of 288 pixels would take five minutes and 2 GB. Tasks enlarge them.
+MOST_GLYPH_PIXELS = 160
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,18 @@ def open_source(source: str, *, root: str | Path | None = None, size: int = 84, 
         tuple(images),
         hierarchy,
     )
+
+
+def open_training_source(source: str, *, root: str | None, size: int, lazy: bool) -> ImageSource:
+    """Open a source by path or name, or draw "glyphs"; in memory unless ``lazy``."""
+    if source != GLYPHS:
+        opened = open_source(source, root=root, size=size, workers=1 if lazy else 2)
+        return opened if lazy else opened.in_memory()
+    try:
+        from fewshot_mahalanobis.research.data.glyphs import draw_glyphs
+    except ImportError as error:
+        raise ImportError(f"drawing glyphs needs {error.name}: {install_command('training')}") from error
+    return draw_glyphs(size=min(size, MOST_GLYPH_PIXELS))
 
 
 def _placed(source: str, root: str | Path | None) -> str | Path:

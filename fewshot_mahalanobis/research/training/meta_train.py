@@ -105,11 +105,12 @@ def meta_train(
     dtype = choose_dtype(recipe.precision, model.feature_extractor)
     recorded = asdict(recipe) | {"precision": precision_name(dtype)}
     run = RunFolder(output, recorded, main=accelerator.is_main_process, tensorboard=tensorboard)
+    saved = run.resume()
     progress = progress and accelerator.is_main_process
     training, validation = open_tasks(recipe, model.image_size, lazy=lazy)
     model.to(memory_format=torch.channels_last)
     learner.prepare(training.each_source)
-    state = _State(learner, recipe, run.resume())
+    state = _State(learner, recipe, saved)
     network = accelerator.prepare_model(learner)
     accelerator.wait_for_everyone()
 

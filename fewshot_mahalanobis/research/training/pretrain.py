@@ -25,10 +25,12 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
+from fewshot_mahalanobis.checkpoints.load import resnet18_weights
 from fewshot_mahalanobis.images.decode import to_network_range
 from fewshot_mahalanobis.networks.devices import native_dtype, precision_name
 from fewshot_mahalanobis.networks.pretrained import pretrained_extractor
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
+from fewshot_mahalanobis.research.data.datasets import open_training_source
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.research.training.augment import (
@@ -39,14 +41,11 @@ from fewshot_mahalanobis.research.training.augment import (
     random_turns,
     to_other_domains,
 )
-from fewshot_mahalanobis.research.training.recipes import PretrainRecipe
+from fewshot_mahalanobis.research.training.recipes import PretrainRecipe, image_size_at
 from fewshot_mahalanobis.research.training.run import (
     RunFolder,
     autocast,
-    image_size_at,
-    open_training_source,
     remaining,
-    resnet18_weights,
     shared_out,
     start_processes,
     stopped_between_steps,

@@ -246,6 +246,16 @@ class MetaTrainRecipe(_Checked):
         return self if self.tasks_per_step is not None else replace(self, tasks_per_step=4 if kind == "cpu" else 16)
 
 
+def image_size_at(done: float, phases: Sequence[tuple[float, int]]) -> int:
+    """Return the side of the training images, in pixels, after the share ``done`` (0 to 1) of the training."""
+    end = 0.0
+    for share, size in phases:
+        end += share
+        if done < end:
+            return size
+    return phases[-1][1]
+
+
 Recipe = TypeVar("Recipe", PretrainRecipe, MetaTrainRecipe)
 
 

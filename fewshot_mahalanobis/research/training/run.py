@@ -1,4 +1,4 @@
-"""Shared by both trainings: processes, run folder, image sizes, precision."""
+"""Shared by both trainings: processes, loading, run folder, precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import c_bool
 from functools import partial
@@ -20,26 +20,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fewshot_mahalanobis.checkpoints.files import atomic_replace
-from fewshot_mahalanobis.checkpoints.folder import read_tensors
 from fewshot_mahalanobis.extras import install_command
 from fewshot_mahalanobis.networks.devices import choose_device
-from fewshot_mahalanobis.networks.resnet import FilmResNet18
-from fewshot_mahalanobis.research.data.datasets import open_source
-from fewshot_mahalanobis.research.data.sources import ImageSource
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-#: Name of the synthetic source of :mod:`fewshot_mahalanobis.research.data.glyphs`.
-GLYPHS = "glyphs"
 #: Seconds between saved states.
 SAVE_EVERY = 300.0
-#: Maximum side of drawn glyphs in pixels: 8,000 of 288 pixels would take five minutes and 2 GB. Tasks enlarge them.
-MOST_GLYPH_PIXELS = 160
 
 
 def start_processes(device: str) -> Accelerator:
@@ -68,32 +59,6 @@ def shared_out(total: int, name: str, accelerator: Accelerator) -> int:
     if rest:
         raise ValueError(f"{name} = {total} cannot be divided between {accelerator.num_processes} processes")
     return share
-
-
-def resnet18_weights(backbone: str) -> dict[str, Tensor]:
-    """Read the weights of the FiLM ResNet18 from a file that ``pretrain`` wrote, or from a checkpoint."""
-    from fewshot_mahalanobis.checkpoints.load import load_checkpoint
-
-    if backbone.endswith(".safetensors"):
-        with torch.device("meta"):
-            expected = FilmResNet18().state_dict()
-        return read_tensors(Path(backbone), expected)
-    network = load_checkpoint(backbone).feature_extractor
-    if not isinstance(network, FilmResNet18):
-        raise ValueError(f"the backbone of the checkpoint {backbone!r} is no FilmResNet18 but {type(network).__name__}")
-    return network.state_dict()
-
-
-def open_training_source(source: str, *, root: str | None, size: int, lazy: bool) -> ImageSource:
-    """Open a source by path or name, or draw "glyphs"; in memory unless ``lazy``."""
-    if source != GLYPHS:
-        opened = open_source(source, root=root, size=size, workers=1 if lazy else 2)
-        return opened if lazy else opened.in_memory()
-    try:
-        from fewshot_mahalanobis.research.data.glyphs import draw_glyphs
-    except ImportError as error:
-        raise ImportError(f"drawing glyphs needs {error.name}: {install_command('training')}") from error
-    return draw_glyphs(size=min(size, MOST_GLYPH_PIXELS))
 
 
 @contextmanager
@@ -259,16 +224,6 @@ def _tensorboard_writer() -> Any:
     except ImportError as error:
         raise ImportError(f"logs for TensorBoard need {error.name}: {install_command('tensorboard')}") from error
     return SummaryWriter
-
-
-def image_size_at(done: float, phases: Sequence[tuple[float, int]]) -> int:
-    """Return the side of the training images, in pixels, after the share ``done`` (0 to 1) of the training."""
-    end = 0.0
-    for share, size in phases:
-        end += share
-        if done < end:
-            return size
-    return phases[-1][1]
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewshot_mahalanobis.checkpoints.catalogue import CHECKPOINTS
-from fewshot_mahalanobis.checkpoints.load import load_checkpoint
+from fewshot_mahalanobis.checkpoints.load import load_checkpoint, resnet18_weights
 from fewshot_mahalanobis.checkpoints.restore import checked_settings
 from fewshot_mahalanobis.networks.efficientnet import LITE0
 from fewshot_mahalanobis.networks.generators import LayerGenerator
@@ -23,7 +23,6 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.baselines.baseline import Baseline, checked_baseline_settings
 from fewshot_mahalanobis.research.training.learner import BaselineLearner, CNAPSLearner
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
-from fewshot_mahalanobis.research.training.run import resnet18_weights
 
 Made = TypeVar("Made", SimpleCNAPS, Baseline)
 
@@ -39,8 +38,7 @@ def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
     if recipe.method is not None:
         if by_name or recipe.init is not None or recipe.lite is not None:
             raise ValueError("a method is trained on the FiLM ResNet18 of a checkpoint or file, without init and lite")
-        settings = {**recipe.model, "head": recipe.method}
-        baseline = _made(Baseline, settings, recipe, _arguments(Baseline, "head"))
+        baseline = _made(functools.partial(Baseline, head=recipe.method), recipe, _arguments(Baseline, "head"))
         checked_baseline_settings(baseline.config, "model")
         _load_resnet18(baseline, recipe)
         return BaselineLearner(baseline)
@@ -51,7 +49,7 @@ def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
     if by_name:
         make = functools.partial(_on_pretrained_network, recipe.backbone)
         names = [*dict.fromkeys(_arguments(pretrained_extractor, "name") + names)]
-    model = _made(make, recipe.model, recipe, names)
+    model = _made(make, recipe, names)
     checked_settings(model.config, "model")
     if not by_name:
         _load_resnet18(model, recipe)
@@ -62,29 +60,13 @@ def starting_learner(recipe: MetaTrainRecipe) -> CNAPSLearner | BaselineLearner:
     return CNAPSLearner(model, recipe.lite, recipe.learn_scale, recipe.learn_pooling)
 
 
-def _on_pretrained_network(
-    name: str,
-    *,
-    image_size: int | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    positions: Sequence[str] | None = None,
-    pooling: Sequence[Mapping[str, Any]] | None = None,
-    length: float | None = None,
-    frozen_pooling: Sequence[Mapping[str, Any]] | None = None,
-    **settings: Any,
-) -> SimpleCNAPS:
+def _on_pretrained_network(name: str, **settings: Any) -> SimpleCNAPS:
     """Put untrained adaptation networks on a pretrained network; without ``positions``, FiLM follows the usual ones."""
-    extractor = pretrained_extractor(
-        name,
-        image_size=image_size,
-        mean=mean,
-        std=std,
-        positions=positions,
-        pooling=None if pooling is None else read_statistics(pooling),
-        length=length,
-        frozen_pooling=None if frozen_pooling is None else read_statistics(frozen_pooling),
-    )
+    of_network = {argument: settings.pop(argument, None) for argument in _arguments(pretrained_extractor, "name")}
+    for statistics in ("pooling", "frozen_pooling"):
+        if of_network[statistics] is not None:
+            of_network[statistics] = read_statistics(of_network[statistics])
+    extractor = pretrained_extractor(name, **of_network)
     return SimpleCNAPS(image_size=extractor.image_size, backbone=extractor, **settings)
 
 
@@ -92,13 +74,13 @@ def _arguments(function: Callable[..., Any], other_than: str) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != other_than]
 
 
-def _made(make: Callable[..., Made], settings: Mapping[str, Any], recipe: MetaTrainRecipe, known: list[str]) -> Made:
+def _made(make: Callable[..., Made], recipe: MetaTrainRecipe, known: list[str]) -> Made:
     """Make a model with random weights of the recipe's seed; ValueError if it has no such setting."""
     if unknown := sorted(set(recipe.model) - set(known)):
         raise ValueError(f"model has no setting {unknown[0]!r} (settings are {', '.join(known)})")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return make(**settings)
+        return make(**recipe.model)
 
 
 def _load_resnet18(model: SimpleCNAPS | Baseline, recipe: MetaTrainRecipe) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from fewshot_mahalanobis.research.data.datasets import open_training_source
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.meta_dataset import EVALUATION, TRAINING, VariableEpisodes
 from fewshot_mahalanobis.research.episodes.sampling import Episodes, FixedEpisodes, SmallEpisodes, episode_rng
 from fewshot_mahalanobis.research.training.augment import augment_task, camera_task, is_grey
-from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe
-from fewshot_mahalanobis.research.training.run import image_size_at, open_training_source
+from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, image_size_at
 
 
 class Task(NamedTuple):

@@ -18,10 +18,12 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis import load_checkpoint
 from fewshot_mahalanobis.checkpoints import load, save_checkpoint
+from fewshot_mahalanobis.checkpoints.load import resnet18_weights
 from fewshot_mahalanobis.networks.efficientnet import LITE0, EfficientNet
 from fewshot_mahalanobis.networks.pooling import read_statistics
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
+from fewshot_mahalanobis.research.data.datasets import open_training_source
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes, episode_rng
 from fewshot_mahalanobis.research.training import meta_train as meta_training
@@ -41,7 +43,7 @@ from fewshot_mahalanobis.research.training.pretrain import (
     pretrain,
 )
 from fewshot_mahalanobis.research.training.recipes import MetaTrainRecipe, PretrainRecipe
-from fewshot_mahalanobis.research.training.run import RunFolder, open_training_source, resnet18_weights
+from fewshot_mahalanobis.research.training.run import RunFolder
 from fewshot_mahalanobis.research.training.starting_learner import scale_features_, starting_learner
 from fewshot_mahalanobis.research.training.tasks import TrainingTasks
 from tests.research.training.small import PRETRAIN, draw_colours, meta_recipe
