@@ -284,8 +284,8 @@ def fit(
 ) -> None:
     """Fit a classifier on a few images of each class and save it.
 
-    Paths in a table or a file of boxes are relative to the folder that it is in. Images with the unknown label, and
-    those in a folder called unsure, are left out.
+    Paths in a table or a file of boxes are relative to the folder that it is in. Images in a folder called unsure are
+    left out, and without --unknown-label also those labelled unknown.
 
     For example:
 
