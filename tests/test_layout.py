@@ -1,4 +1,4 @@
-"""Where things live: every import points down, and no module uses the private names of another."""
+"""Where things live. That every import points down is a contract in pyproject.toml, for `lint-imports`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,19 @@ import ast
 import functools
 import re
 import subprocess
-from collections.abc import Container
 from pathlib import Path
 
+import grimp
 import pytest
 
 import fewshot_mahalanobis
 
 PACKAGE = Path(fewshot_mahalanobis.__file__).parent
-#: Methods of the model that are only another way to say what a function of ``checkpoints`` does.
+#: Methods that are only another way to say what a function further up does: pyproject.toml lets them import it.
 DOORS = {
-    "from_published_state_dict": {"checkpoints.published"},
-    "save_pretrained": {"checkpoints.folder"},
-    "push_to_hub": {"checkpoints.hub"},
-    "from_pretrained": {"checkpoints.load"},
+    "networks.simple_cnaps": {"from_published_state_dict", "save_pretrained", "push_to_hub", "from_pretrained"},
+    "feature_classifier": {"save", "load", "export_onnx"},
 }
-#: The same of the classifier of feature vectors.
-FEATURE_DOORS = {
-    "save": {"checkpoints.classifier_file"},
-    "load": {"checkpoints.classifier_file"},
-    "export_onnx": {"export.graph"},
-}
-#: What the mathematics of the head must not know.
-IMAGES = ("images", "networks", "checkpoints", "export", "classifier", "research", "apps", "plotting")
 
 
 def modules() -> dict[str, Path]:
@@ -74,71 +64,33 @@ def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def imported(tree: ast.AST, known: Container[str]) -> set[str]:
-    """Modules of the package that a tree imports: at the top, in functions, for type checkers alone."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    own = {name.removeprefix("fewshot_mahalanobis.") for name in names if name.startswith("fewshot_mahalanobis.")}
-    return {name for name in own if name in known}
-
-
-def graph() -> dict[str, set[str]]:
-    known = modules()
-    return {name: imported(parsed(file), known) - {name} for name, file in known.items()}
-
-
-def doors(file: Path, known: Container[str]) -> dict[str, set[str]]:
-    """Functions of a file that import a module, call it once and do nothing else -> what they import."""
-    functions = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef)]
+@pytest.mark.parametrize("name", DOORS)
+def test_doors_import_a_function_call_it_once_and_do_nothing_else(name: str) -> None:
+    functions = [node for node in ast.walk(parsed(modules()[name])) if isinstance(node, ast.FunctionDef)]
     bodies = {node.name: node.body[ast.get_docstring(node) is not None :] for node in functions}
-    return {
-        name: imported(body[0], known)
+    doors = {
+        name
         for name, body in bodies.items()
         if len(body) == 2 and isinstance(body[0], ast.ImportFrom) and isinstance(body[1], (ast.Return, ast.Expr))
     }
+    assert doors == DOORS[name]
 
 
-def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that import each other, directly or through others."""
-    reach = {name: set(targets) for name, targets in arrows.items()}
-    for middle in reach:
-        for targets in reach.values():
-            if middle in targets:
-                targets |= reach[middle]
-    groups = {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in reach if a in reach[a]}
-    return [list(group) for group in sorted(groups)]
-
-
-def test_the_search_for_circles_finds_them() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [["a", "b", "c"]]
-    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    arrows = graph()
-    assert len(arrows) > 50
-    assert "heads" in arrows["networks.simple_cnaps"]
-    own_doors = doors(modules()["networks.simple_cnaps"], modules())
-    assert own_doors == DOORS
-    arrows["networks.simple_cnaps"] -= {target for targets in own_doors.values() for target in targets}
-    assert circles(arrows) == []
+def test_no_module_and_a_package_that_it_is_in_import_each_other() -> None:
+    """The circles that `lint-imports` does not look for."""
+    graph = grimp.build_graph("fewshot_mahalanobis")
+    circles = {
+        (name, imported)
+        for name in graph.modules
+        for imported in graph.find_modules_directly_imported_by(name) - {"fewshot_mahalanobis"}
+        if name.startswith(f"{imported}.") and graph.chain_exists(importer=imported, imported=name)
+    }
+    assert circles == set()
 
 
 def test_simple_cnaps_shows_a_user_no_more_than_this() -> None:
     shown = {name for name in vars(fewshot_mahalanobis.SimpleCNAPS) if not name.startswith("_")}
-    assert shown == {*DOORS, "from_backbone", "forward", "adapt", "at_size", "train"}
-
-
-def test_networks_know_no_file() -> None:
-    for name, targets in graph().items():
-        if name.startswith("networks."):
-            files = {target for target in targets if target.split(".")[0] == "checkpoints"}
-            assert files == (set().union(*DOORS.values()) if name == "networks.simple_cnaps" else set()), name
+    assert shown == {*DOORS["networks.simple_cnaps"], "from_backbone", "forward", "adapt", "at_size", "train"}
 
 
 def test_no_module_imports_a_private_name_of_another() -> None:
@@ -176,17 +128,6 @@ def test_no_module_uses_a_private_attribute_that_another_defines() -> None:
         if node.attr not in names[name] and any(node.attr in others for others in names.values())
     ]
     assert private == []
-
-
-@pytest.mark.parametrize("room", ["gaussians", "heads", "support_set", "feature_classifier"])
-def test_the_mathematics_knows_nothing_of_images(room: str) -> None:
-    arrows = graph()
-    own_doors = doors(modules()["feature_classifier"], modules())
-    assert own_doors == FEATURE_DOORS
-    arrows["feature_classifier"] -= {target for targets in own_doors.values() for target in targets}
-    for name, targets in arrows.items():
-        if name.split(".")[0] == room:
-            assert not {target for target in targets if target.split(".")[0] in IMAGES}, name
 
 
 def test_public_names_are_those_that_type_checkers_see() -> None:
