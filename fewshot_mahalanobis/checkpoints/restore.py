@@ -114,8 +114,7 @@ def model_without_weights(
     settings = checked_settings(config, source)
     description = settings.pop("backbone", None)
     if isinstance(backbone, SimpleCNAPS):
-        extractor: Any = backbone.feature_extractor
-        backbone = getattr(extractor, "network", extractor)
+        backbone = backbone.feature_extractor.network
     any_network = description is not None and "origin" in description
     if backbone is not None and not any_network:
         raise CheckpointError(f"{source}: this is Simple CNAPS on its own network: it takes no other")

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.efficientnet import EfficientNet
-from fewshot_mahalanobis.networks.extractor import FrozenNetwork
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.folding import fold_network
 from fewshot_mahalanobis.networks.generators import AutoregressiveFilmGenerator, FilmGenerator
@@ -41,13 +40,11 @@ class FilmedNetwork(nn.Module):
     def __init__(self, model: SimpleCNAPS) -> None:
         super().__init__()
         extractor = model.feature_extractor
-        inner = extractor.network if isinstance(extractor, FrozenNetwork) else extractor
-        assert isinstance(inner, nn.Module)
-        self.prepared = extractor.prepared if isinstance(extractor, FrozenNetwork) else nn.Identity()
+        self.prepared = extractor.prepared
         blank = torch.zeros(1, 3, model.image_size, model.image_size, device=device_of(model))
         with torch.no_grad():
-            foldable = trace_norms(inner, lambda: extractor(blank)).foldable
-        self.network = fold_network(inner, foldable)
+            foldable = trace_norms(extractor.network, lambda: extractor(blank)).foldable
+        self.network = fold_network(extractor.network, foldable)
         self.projection = copy.deepcopy(model.projection)
         self.positions: Mapping[str, int] = dict(extractor.film_positions)
         convolution = {norm: conv for conv, norm in foldable}
@@ -97,7 +94,7 @@ class SupportGraph(nn.Module):
         extractor = model.feature_extractor
         reading = extractor.for_set_encoder
         self.width, self.width_read = extractor.out_features, reading.out_features
-        if isinstance(reading, FrozenNetwork) and reading is not extractor:
+        if reading is not extractor:
             network = self.network.network  # once for both: they are statistics of the same maps
             network.pooling = Poolings([one.get_submodule("pooling") for one in (network, reading.network)])
         self.side = model.image_size if model.set_encoder is None else model.config.get("encoder_size")

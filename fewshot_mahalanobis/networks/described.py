@@ -67,8 +67,9 @@ def filled_network(extractor: FeatureExtractor) -> Iterator[dict[str, Tensor]]:
     if isinstance(extractor, Backbone) and any(parameter.is_meta for parameter in extractor.network.parameters()):
         network = timm_network(str(extractor.origin), extractor.image_size, pretrained=False)  # now with memory
         extractor.network = network.requires_grad_(False).eval()
+    # By position; the surplus weights are those of a classification layer.
     names = cast(nn.Module, extractor).state_dict() if is_brought(extractor) else {}
-    yield dict(zip(names, lite0_weights().values(), strict=False)) if names else {}  # then those of a classifier
+    yield (dict(zip(names, lite0_weights().values(), strict=False)) if names else {})
     cast(nn.Module, extractor).requires_grad_(False)
     if isinstance(extractor, Backbone):
         extractor.check_fingerprint()

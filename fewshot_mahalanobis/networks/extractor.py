@@ -40,6 +40,13 @@ class FeatureExtractor(Protocol):
     def for_set_encoder(self) -> FeatureExtractor:
         """The frozen network as the set encoder reads it: its features may be other means of the same maps."""
 
+    @property
+    def network(self) -> nn.Module:
+        """The network whose modules :attr:`film_positions` names."""
+
+    def prepared(self, images: Tensor) -> Tensor:
+        """Images (n, 3, s, s) in [-1, 1] -> what the network reads."""
+
     def __call__(self, images: Tensor, film: Film | None = None) -> Tensor:
         """Images (n, 3, s, s) in [-1, 1] -> features (n, d), float32; differentiable with respect to ``film``."""
 

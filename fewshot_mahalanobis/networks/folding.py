@@ -45,8 +45,8 @@ def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
 
 
-#: Activation -> its name and its numbers in oneDNN, and the function. ReLU6 is not in place, as that form
-#: would take half of the time of an ONNX export.
+#: Activation -> its name and its numbers in oneDNN, and the function. ReLU6 is not in place: exporting that form takes
+#: twice as long.
 _ACTIVATIONS: dict[str, tuple[str, list[float], Callable[[Tensor], Tensor]]] = {
     "none": ("none", [], lambda x: x),
     "relu": ("relu", [], F.relu_),

@@ -4,8 +4,8 @@ Bateni et al., CVPR 2020, appendix on CNAPS; Requeima et al., NeurIPS 2019. The 
 every residual layer on z alone. The auto-regressive one conditions layer j also on the support set's
 activations after the already adapted layers 1 to j - 1.
 
-Both compute in float32 under autocast too: a gamma of 1.002 would round to 1, and to round weights that are multiplied
-by one vector takes longer than to multiply.
+Both compute in float32 under autocast too: a gamma of 1.002 would round to 1, and rounding weights that are multiplied
+by a single vector takes longer than multiplying them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pooling: maps of a network -> features, one mean for each map.
 
 A map (h, w) says where a pattern is, and its mean how much of it there is. Positions near the middle of the picture may
-count for more, by a Gaussian. And features may be brought to one length, so that their direction alone matters.
+count for more, by a Gaussian. Features may be brought to one length, so that only their direction matters.
 
 All sums are in float32, whatever the type of the maps.
 """

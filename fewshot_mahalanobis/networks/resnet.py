@@ -93,6 +93,15 @@ class FilmResNet18(nn.Module):
         """Itself: the set encoder reads the features."""
         return self
 
+    @property
+    def network(self) -> FilmResNet18:
+        """Itself: it reads images as they are."""
+        return self
+
+    def prepared(self, images: Tensor) -> Tensor:
+        """The images themselves."""
+        return images
+
     def stem(self, images: Tensor) -> Tensor:
         """Images (n, 3, h, w) -> the maps (n, 64, h', w') that enter the first residual layer."""
         return F.relu_(self.bn1(self.conv1(images)))

@@ -104,11 +104,11 @@ class SetEncoder(nn.Module):
         return torch.cat(each(lambda maps: _after(run, steps, maps).float().mean(dim=(2, 3)), batches))
 
     def _parts(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Split a batch into what is computed at a time."""
+        """Split a batch into parts that are computed one at a time."""
         if min(images.shape[2:]) < 2 ** len(self.convs):
             raise ValueError(f"images must be at least 32 x 32 pixels, not {tuple(images.shape[2:])}")
         small = images.device.type == "cpu" and not torch.is_grad_enabled()
-        # PyTorch computes small maps of an image alone by another library, whose sums depend on the number of threads.
+        # PyTorch computes small maps of a single image by another library, whose sums depend on the number of threads.
         return images.tensor_split(-(-len(images) // MAX_CPU_BATCH)) if small else (images,)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fewshot_mahalanobis.networks.efficientnet import FoldedBottleneck, FoldedLite0
-from fewshot_mahalanobis.networks.extractor import FeatureExtractor, FrozenNetwork
+from fewshot_mahalanobis.networks.extractor import FeatureExtractor
 from fewshot_mahalanobis.networks.folding import FoldedConv
 from fewshot_mahalanobis.networks.pooling import Pooling, position_weights
 from fewshot_mahalanobis.networks.resnet import FoldedBlock, FoldedResNet18
@@ -30,7 +30,7 @@ _NUMBERS = {FLOAT32: 1, UINT8: 2, INT64: 7}
 #: Activations of folded convolutions as operations, and their bounds.
 _ACTIVATIONS: dict[str, tuple[str, Sequence[float]]] = {"relu": ("Relu", ()), "relu6": ("Clip", (0.0, 6.0))}
 
-#: Sizes of a tensor: a name for one that varies.
+#: Sizes of a tensor; one that varies has a name.
 Shape = Sequence[int | str]
 
 
@@ -40,13 +40,13 @@ class Graph:
     Parameters
     ----------
     name : str, optional
-        What names begin with. Branches of a graph need different ones.
+        What the names of its values begin with. Branches of a graph need different ones.
 
     Attributes
     ----------
     inputs, outputs : dict of str to (dtype, Shape)
     weights : dict of str to Tensor
-        Numbers that a file may leave out.
+        By name; a file may leave them out.
     """
 
     def __init__(self, name: str = "graph") -> None:
@@ -90,7 +90,7 @@ class Graph:
         return self.node("Slice", value, *(self.constant([number], INT64) for number in (start, end, axis)))
 
     def model(self, *, with_weights: bool) -> bytes:
-        """The graph as an ONNX file; without weights it says that they are elsewhere."""
+        """The graph as an ONNX file; without weights it declares that they are elsewhere."""
         weights = [
             _tensor(name, value.shape, FLOAT32, as_array(value).tobytes() if with_weights else None)
             for name, value in self.weights.items()
@@ -146,7 +146,7 @@ def _value(name: str, dtype: np.dtype[Any], shape: Shape) -> bytes:
 
 
 def _message(*fields: tuple[int, int | str | bytes]) -> bytes:
-    """Fields by their numbers, whole numbers or what has a length."""
+    """A message of fields, by their numbers: integers, or text and bytes, which are preceded by their length."""
     parts = []
     for number, value in fields:
         if isinstance(value, int):
@@ -158,8 +158,8 @@ def _message(*fields: tuple[int, int | str | bytes]) -> bytes:
 
 
 def _whole(number: int) -> bytes:
-    """A whole number, seven bits in a byte, the lowest first."""
-    number %= 1 << 64  # negative ones
+    """An integer as a varint: seven bits in a byte, the lowest first."""
+    number %= 1 << 64  # negative numbers in two's complement
     digits = bytearray()
     while number > 127:
         digits.append(number & 127 | 128)
@@ -236,7 +236,7 @@ class _Layers:
         self.names = {part: name for name, part in network.named_modules()}
 
     def convolution(self, layer: nn.Module, x: str, shortcut: str | None = None) -> str:
-        """Maps, and maps to be added -> maps; names of all."""
+        """Add the convolution of maps ``x``, with the maps ``shortcut`` added; takes and returns names."""
         assert isinstance(layer, FoldedConv)
         graph, name = self.graph, self.names[layer]
         weight = layer.weight[:, :, 1:, 1:] if layer.pads_by_size else layer.weight
@@ -266,8 +266,7 @@ def film_layers(extractor: FeatureExtractor, folded: nn.Module) -> dict[str, str
 
     Both have their BatchNorms, or the convolutions that have absorbed them, in the same order.
     """
-    inner = extractor.network if isinstance(extractor, FrozenNetwork) else cast(nn.Module, extractor)
-    norms = [name for name, part in inner.named_modules() if isinstance(part, nn.BatchNorm2d)]
+    norms = [name for name, part in extractor.network.named_modules() if isinstance(part, nn.BatchNorm2d)]
     convolutions = [name for name, part in folded.named_modules() if isinstance(part, FoldedConv)]
     return dict(zip(norms, convolutions, strict=True))
 

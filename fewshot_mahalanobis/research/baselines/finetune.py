@@ -1,8 +1,8 @@
 """Finetune: a linear classifier trained on the support set, a baseline of Meta-Dataset.
 
 Triantafillou et al., "Meta-Dataset: A Dataset of Datasets for Learning to Learn from Few Examples", ICLR 2020, section
-3.1: 200 steps of Adam at 0.01 on the whole support set, their best settings. They move all layers of the network; here
-it is the linear layer alone, so that features of every image are computed once.
+3.1: 200 steps of Adam at 0.01 on the whole support set, their best settings. They train all layers of the network; here
+only the linear layer is trained, so that the features of each image are computed once.
 """
 
 from __future__ import annotations

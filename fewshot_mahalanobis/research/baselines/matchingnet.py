@@ -2,7 +2,7 @@
 
 "Matching Networks for One Shot Learning", without full context embeddings. As in Meta-Dataset (Triantafillou et al.,
 ICLR 2020) queries keep their lengths, so the network learns how sharp the attention is. Between unit vectors, whose
-products differ by 2 at most, a class with many examples would nearly always get more of it.
+products differ by 2 at most, a class with many examples would nearly always get more attention.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Method(Head[State]):
 
     @property
     def base_classes(self) -> int:
-        """Number of training classes that it keeps something of."""
+        """Number of training classes that it keeps weights of."""
         return 0
 
     def prepare(self, classes: Iterable[Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 Oreshkin, Rodriguez & Lacoste, "TADAM: Task dependent adaptive metric for improved few-shot learning", NeurIPS 2018.
 The task conditioning is this package's: set encoder and FiLM generator, where the paper has the mean of the class
-prototypes and a generator on it. Without the auxiliary classification task of the paper.
+prototypes and a generator on it. The paper's auxiliary classification task is left out.
 """
 
 from __future__ import annotations

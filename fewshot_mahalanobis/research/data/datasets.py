@@ -157,8 +157,8 @@ def _placed(source: str, root: str | Path | None) -> str | Path:
 def download(name: str, root: str | Path) -> None:
     """Download a data set with torchvision to the folder below ``root`` where :func:`open_source` looks for it.
 
-    It appears there whole or not at all: torchvision takes a folder that it has half unpacked for a whole one. Nothing
-    is done if it is there. ValueError if there is no such data set or torchvision does not download it, ImportError
+    It appears there whole or not at all: torchvision takes a half unpacked folder for a whole one. Nothing is done if
+    it is there already. ValueError if there is no such data set or torchvision does not download it, ImportError
     without torchvision, OSError if the download failed or part of the data set is in the way; each names the remedy.
     """
     if name not in DATA_SETS:

@@ -86,7 +86,7 @@ def evaluation_episodes(
 
 
 class SmallEpisodes:
-    """Episodes like a user's tasks: 5 to 10 ways, 1 to 6 shots; half of them with a number of shots for each class.
+    """Episodes like a user's tasks: 5 to 10 ways, 1 to 6 shots; in half of them the classes differ in shots.
 
     With small classes, shots stay two below the median class size; ways never exceed the number of classes that have
     more images than that. ValueError if half of the classes have fewer than 3 images.

@@ -45,7 +45,7 @@ class Variant(NamedTuple):
     projection: bool = True
 
     def as_trained(self, config: Mapping[str, Any]) -> bool:
-        """Whether it has all of the head that a model with these settings was trained with."""
+        """Whether it uses the head that a model with these settings was trained with, unchanged."""
         return bool(self.head == config["head"] and self.task_covariance and self.projection)
 
     @property

@@ -120,7 +120,7 @@ class CNAPSLearner(Learner[SimpleCNAPS]):
         The scale of another head is to be learned, or the pooling of another network.
     """
 
-    network_rate = 20.0  # of which the pooling alone learns, a few numbers
+    network_rate = 20.0  # only its pooling learns: a few numbers
 
     def __init__(
         self, model: SimpleCNAPS, lite: int | None = None, learn_scale: bool = False, learn_pooling: bool = False

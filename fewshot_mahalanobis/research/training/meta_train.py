@@ -194,7 +194,7 @@ class _State:
 
 
 def _announced(tasks: Iterable[Task], share: int, steps: int) -> Iterator[Task]:
-    """Tasks; after the first one it says what a step of ``share`` tasks and all ``steps`` will take."""
+    """Yield the tasks; after the first, say how long a step of ``share`` tasks and all ``steps`` will take."""
     start = time.monotonic()
     for number, task in enumerate(tasks):
         if number == 1:

@@ -65,7 +65,8 @@ def shared_out(total: int, name: str, accelerator: Accelerator) -> int:
 def stopped_between_steps(accelerator: Accelerator) -> Iterator[Callable[[], bool]]:
     """Let Ctrl-C and SIGTERM wait for the end of a step, also if they are repeated. They count when the block ends.
 
-    Yields what says whether to stop. Every process asks it after each step: all stop if one has got a signal.
+    Yields the function that tells whether to stop. Every process calls it after each step: all stop if one has got a
+    signal.
     """
     signals = list[int]()
     before: dict[int, Any] = {}
@@ -118,7 +119,7 @@ def remaining(
 def _ignore_stop_signals(ended: c_bool, worker: int) -> None:
     """Ignore Ctrl-C and SIGTERM, which go to every process, in one that loads data: the step still needs it.
 
-    Once the loading has ``ended``, by an error perhaps, SIGTERM is what its parent sends at exit, and waits.
+    Once the loading has ``ended``, perhaps by an error, SIGTERM comes from the parent, which waits for it at exit.
     """
 
     def stop(*_: object) -> None:
