@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import fill
 
 from benchmarks.record import RESULTS, Record, Table, machine
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 #: The page of each benchmark's tables, in benchmarks/results.
 PAGES = {

@@ -30,7 +30,7 @@ from fewshot_mahalanobis.networks.task import AdaptedNetwork
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.research.evaluation.result import Accuracy
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 SETS = ["mini_imagenet_test.zip", "cub200_2010.zip:test", "quickdraw345.zip:test", "gtsrb.zip", "cifar100_test.zip"]
 BACKBONES = ["resnet18", "efficientnet-lite0"]

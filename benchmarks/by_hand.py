@@ -24,7 +24,7 @@ from fewshot_mahalanobis.networks.devices import choose_dtype
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import Episode, draw_episode, episode_rng
 from fewshot_mahalanobis.research.evaluation.result import Accuracy
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 SETS = (
     "mini_imagenet_test.zip", "omniglot.zip:test", "cub200_2010.zip:test", "quickdraw345.zip:test", "gtsrb.zip",

@@ -21,7 +21,7 @@ from PIL import Image
 
 from benchmarks.pixels import support_and_queries
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 from tests.images import icc
 
 SETS = ("photo_vehicles.zip", "photo_waste.zip", "photo_cotton.zip", "photo_food3.zip")

@@ -30,7 +30,7 @@ from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpo
 from fewshot_mahalanobis.images.same_picture import same_pictures, small_pictures
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 SHOT, QUERIES, RATE, UNKNOWN = 5, 8, 0.05, -1
 QUALITIES = (60, 75, 90)

@@ -26,7 +26,7 @@ from benchmarks.timing import ratio, show, take_turns
 from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.networks import task
 from fewshot_mahalanobis.networks.engine import ONNX_RUNTIME, PYTORCH
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 #: Checkpoint, side of the images in pixels, and cores.
 TASKS = (

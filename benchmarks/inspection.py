@@ -26,7 +26,7 @@ from sklearn.model_selection import LeaveOneOut, TunedThresholdClassifierCV, cro
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.research.evaluation.result import Accuracy
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 GOOD, DEFECT = "good", "defect"
 GOOD_SHOTS, DEFECT_SHOTS = 20, 3

@@ -24,7 +24,7 @@ from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpo
 from fewshot_mahalanobis.networks.devices import native_bfloat16, native_dtype
 from fewshot_mahalanobis.networks.resnet import FilmResNet18
 from fewshot_mahalanobis.networks.simple_cnaps import film_parameters
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 from fewshot_mahalanobis.research.training.run import autocast
 
 HIDDEN = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}

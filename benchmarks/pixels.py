@@ -24,7 +24,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from fewshot_mahalanobis import SimpleCNAPSClassifier
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 SETS = ("photo_vehicles.zip", "photo_waste.zip", "mini_imagenet_test.zip")
 SHOTS, CLASSES, FILES = 5, 5, 100

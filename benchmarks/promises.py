@@ -35,7 +35,7 @@ from benchmarks.record import RESULTS, machine
 from fewshot_mahalanobis import MahalanobisClassifier, load_checkpoint
 from fewshot_mahalanobis.networks.task import AdaptedNetwork
 from fewshot_mahalanobis.research.data.sources import load_source
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 SETS = (
     *("photo_vehicles:val", "photo_waste:val", "photo_cotton:val", "photo_food3:val", "omniglot:valid"),

@@ -24,7 +24,7 @@ from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.images.decode import to_network_range
 from fewshot_mahalanobis.networks.devices import choose_dtype
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.summary import Suspect, summarise
 

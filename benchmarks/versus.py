@@ -35,7 +35,7 @@ CHILD = "import runpy, sys; runpy.run_path(sys.argv[1])['measure'](*sys.argv[2:]
 def main() -> None:
     from benchmarks.ordinary_machine import HIDDEN
     from benchmarks.photographs import draw
-    from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+    from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="the earlier one")

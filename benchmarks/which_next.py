@@ -29,7 +29,7 @@ from fewshot_mahalanobis import SimpleCNAPSClassifier
 from fewshot_mahalanobis.apps.active_learning import density, doubt, typicality
 from fewshot_mahalanobis.heads import AutoHead
 from fewshot_mahalanobis.research.data.sources import load_source
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 from fewshot_mahalanobis.support_set.features import Features
 from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 

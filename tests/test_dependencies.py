@@ -67,7 +67,7 @@ print(json.dumps({
     "push": message(lambda: classifier.push_to_hub("user/repo")),
     "push model": message(lambda: classifier.model_.push_to_hub("user/repo")),
     "command": message(lambda: runpy.run_module("fewshot_mahalanobis", run_name="__main__")),
-    "tables": message(lambda: __import__("fewshot_mahalanobis.research.evaluation.tables")),
+    "tables": message(lambda: __import__("fewshot_mahalanobis.research.evaluation.result_tables")),
 }))
 """
 

@@ -1137,7 +1137,7 @@ def _report_comparison(compared: Sequence[Compared]) -> None:
     """A table of the largest differences, and exit status 1 if a label differs that is not near a threshold."""
     from statistics import median
 
-    from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+    from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
     def importance(each: Compared) -> tuple[bool, float]:
         return each.label != each.exported_label, each.probability_difference
@@ -1216,7 +1216,7 @@ def list_checkpoints() -> None:
     Example: fewshot-mahalanobis checkpoints list
     """
     from fewshot_mahalanobis.checkpoints import available_checkpoints
-    from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+    from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
     records = available_checkpoints()
     default = records.pop("default").name
@@ -1239,7 +1239,7 @@ def show_checkpoint(name: Annotated[str, typer.Argument(help="A name of `checkpo
     Example: fewshot-mahalanobis checkpoints show default
     """
     from fewshot_mahalanobis.checkpoints import available_checkpoints
-    from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+    from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
     with clear_errors():
         known = available_checkpoints()

@@ -21,7 +21,7 @@ from fewshot_mahalanobis.networks.simple_cnaps import SimpleCNAPS
 from fewshot_mahalanobis.research.data.sources import ImageSource
 from fewshot_mahalanobis.research.episodes.sampling import draw_episode, episode_rng
 from fewshot_mahalanobis.research.evaluation import Accuracy, Variant, evaluate_source
-from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
 WAY, SHOT, QUERIES = 10, 5, 5
 

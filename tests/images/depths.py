@@ -121,7 +121,7 @@ def deep_files(grey: NDArray[np.float64]) -> list[DeepFile]:
 
 def main(photographs: Sequence[str]) -> None:
     from fewshot_mahalanobis import SimpleCNAPSClassifier
-    from fewshot_mahalanobis.research.evaluation.tables import markdown_table
+    from fewshot_mahalanobis.research.evaluation.result_tables import markdown_table
 
     classifier = SimpleCNAPSClassifier(device="cpu", precision="float32").fit(
         list(photographs), range(len(photographs))

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from fewshot_mahalanobis.checkpoints.errors import CheckpointError
 from fewshot_mahalanobis.checkpoints.folder import WEIGHTS, check_finite, read_config, read_tensors, write_folder
 from fewshot_mahalanobis.heads import Head
+from fewshot_mahalanobis.networks.backbone import check_image_size
 from fewshot_mahalanobis.networks.devices import device_of
 from fewshot_mahalanobis.networks.film import Film
 from fewshot_mahalanobis.networks.generators import LayerwiseFilmGenerator
@@ -106,8 +107,7 @@ class Baseline(nn.Module):
             raise ValueError(f"there is no method {head!r}; there are {', '.join(METHODS)}")
         if not (method.needs_training or method.trains_network):
             raise ValueError(f"the method {head!r} has nothing to train: evaluate it with --method {head}")
-        if not 32 <= image_size <= 1024:
-            raise ValueError(f"image_size must be from 32 to 1024 pixels, not {image_size!r}")
+        check_image_size(image_size, 32)
         self.config: dict[str, Any] = {"head": head, "image_size": image_size, "base_classes": base_classes}
         self.image_size = image_size
         self.feature_extractor = FilmResNet18().requires_grad_(method.trains_network).eval()

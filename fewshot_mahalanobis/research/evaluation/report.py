@@ -29,8 +29,8 @@ from fewshot_mahalanobis.research.evaluation.averages import averages, check_in_
 from fewshot_mahalanobis.research.evaluation.compare import differences, headings, joined
 from fewshot_mahalanobis.research.evaluation.paper_figures import IN_DOMAIN, published_method
 from fewshot_mahalanobis.research.evaluation.result import Protocol, Result, read_results, write_results
+from fewshot_mahalanobis.research.evaluation.result_tables import to_json, to_latex, to_markdown
 from fewshot_mahalanobis.research.evaluation.shots_and_ways import plot_curves
-from fewshot_mahalanobis.research.evaluation.tables import to_json, to_latex, to_markdown
 
 #: Forms of the table of results.
 FORMS: dict[str, Callable[..., str]] = {"markdown": to_markdown, "latex": to_latex, "json": to_json}

@@ -18,8 +18,8 @@ from fewshot_mahalanobis.research.evaluation.accuracy import UnadaptedFeatures
 from fewshot_mahalanobis.research.evaluation.averages import averages
 from fewshot_mahalanobis.research.evaluation.report import Settings, evaluate, variants_of
 from fewshot_mahalanobis.research.evaluation.result import Result, read_results, write_results
+from fewshot_mahalanobis.research.evaluation.result_tables import to_markdown
 from fewshot_mahalanobis.research.evaluation.shots_and_ways import plot_curves, pooled_curve
-from fewshot_mahalanobis.research.evaluation.tables import to_markdown
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("narrow_resnet18")

@@ -631,6 +631,7 @@ def test_a_gpu_by_number_is_refused_with_what_to_do(folder, tmp_path):
         ({"episodes": "fixed", "shot": 9}, "classes of at least 10 images"),
         ({"root": "nowhere", "sources": ("dtd:train",)}, "no DTD below nowhere"),
         ({"model": {"task_covariance": "False"}}, "Expected `bool`, got `str`"),
+        ({"method": "protonet", "model": {"image_size": "84"}}, "image_size must be a whole number from 32 to 1024"),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused_by_name(settings, message, folder, backbone, tmp_path):

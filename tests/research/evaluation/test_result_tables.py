@@ -14,7 +14,7 @@ from fewshot_mahalanobis.research.evaluation.paper_figures import (
     published_method,
 )
 from fewshot_mahalanobis.research.evaluation.result import Accuracy, Result
-from fewshot_mahalanobis.research.evaluation.tables import to_json, to_latex, to_markdown
+from fewshot_mahalanobis.research.evaluation.result_tables import to_json, to_latex, to_markdown
 
 INSIDE = ["ilsvrc_2012", "omniglot", "aircraft", "cu_birds", "dtd", "quickdraw", "fungi", "vgg_flower"]
 OUTSIDE = ["traffic_sign", "mscoco", "mnist", "cifar10", "cifar100"]
