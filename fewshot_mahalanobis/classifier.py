@@ -545,6 +545,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         allowed = allowed_classes(classes, fitted and fitted.allowed)
         if fitted is None:
             return self._fit(X, y, groups, unlabelled, unlabelled_groups, allowed)
+
+        # 1. Check settings, labels and groups; earlier examples come first.
         self._check_params()
         before, network, unadapted = self.fitted_head_, fitted.network, fitted.unadapted
         batches = None if isinstance(X, Features) else self._query_batches(X, "partial_fit")
@@ -563,6 +565,7 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         self._check_unlabelled(before.head, unlabelled, unlabelled_groups)
         others = None if unlabelled is None else self._unlabelled_batches(unlabelled, unlabelled_groups, fitted.model)
 
+        # 2. Features of the new images by the network as it was adapted, and the copies among all.
         if self.unknown_label is None:
             unadapted, old = None, Features(old.adapted)
         elif unadapted is None and network.film is not None:
@@ -578,13 +581,14 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         pictures, copies = self._copies(seen, features.adapted, earlier)
         if batches is not None and batches.is_narrow:
             pictures, copies = None, copies[(copies < earlier).all(axis=1)]
+        pool = None if others is None else _pool(*others, network, features.adapted)
 
+        # 3. Fit the head to all.
         def name(index: int) -> str:
             if index < earlier:
                 return f"earlier image {index}"
             return f"image {index - earlier}" if batches is None else batches.name(index - earlier)
 
-        pool = None if others is None else _pool(*others, network, features.adapted)
         fitted_head = self._fit_head(before.head, features, labelled, copies, pool, name, before)
         paths = None if batches is None else batches.names()
         if paths is not None or fitted.names is not None:
