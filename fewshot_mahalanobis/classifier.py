@@ -450,8 +450,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
             Learn from all m of them as unlabelled examples first, in the place of those of ``fit``, for this call
             alone: see the page "Unlabelled pictures". Labels then depend on the other queries.
         groups : sequence of m strings or numbers, optional
-            Queries of one group, such as frames of one burst, share a label: that of the probabilities of
-            :meth:`predict_proba` and of their mean outlier score.
+            Queries of one group, such as frames of one burst, share a label, by the probabilities of
+            :meth:`predict_proba` and their mean outlier score.
 
         Returns
         -------
@@ -464,11 +464,14 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
         ValueError
             An image cannot be used. The message names it.
         """
-        now, groups = self._snapshot(), group_names(groups)
+        return self._snapshot()._predict(X, transductive, group_names(groups))
+
+    def _predict(self, X: Any, transductive: bool, groups: list[Any] | None) -> NDArray[Any]:
+        """Return what ``predict`` does. ``self`` is a copy, as for ``_fit``."""
         # 1. Features, batch by batch, by the network as it was adapted.
-        queries = now._query_features(X, "predict", for_outliers=True)
+        queries = self._query_features(X, "predict", for_outliers=True)
         # 2. The fitted head; if asked, it learns from the queries first.
-        head, batches = now._head_for(queries, transductive, groups)
+        head, batches = self._head_for(queries, transductive, groups)
         # 3. The class of the largest logit, or the unknown label where the outlier score is above the threshold.
         return head.output_labels[head.decide(batches, groups).indices.cpu().numpy()]
 

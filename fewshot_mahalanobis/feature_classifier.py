@@ -183,8 +183,8 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
             Learn from all m of them as unlabelled examples first, in the place of those of ``fit``, for this call
             alone: see the page "Unlabelled pictures". Labels then depend on the other queries.
         groups : sequence of m strings or numbers, optional
-            Queries of one group, such as frames of one burst, share a label: that of the probabilities of
-            :meth:`predict_proba` and of their mean outlier score.
+            Queries of one group, such as frames of one burst, share a label, by the probabilities of
+            :meth:`predict_proba` and their mean outlier score.
 
         Returns
         -------
@@ -197,8 +197,11 @@ class MahalanobisClassifier(FittedHeadMixin, BaseEstimator):
         ValueError
             On invalid data.
         """
-        now, groups = self._snapshot(), group_names(groups)
-        head, batches = now._head_for(now._query_features(X, "predict"), transductive, groups)
+        return self._snapshot()._predict(X, transductive, group_names(groups))
+
+    def _predict(self, X: ArrayLike, transductive: bool, groups: list[Any] | None) -> NDArray[Any]:
+        """Return what ``predict`` does. ``self`` is a :func:`snapshot`."""
+        head, batches = self._head_for(self._query_features(X, "predict"), transductive, groups)
         return head.output_labels[head.decide(batches, groups).indices.cpu().numpy()]
 
     def _query_features(self, X: ArrayLike, method: str, *, for_outliers: bool = False) -> Iterator[Features]:

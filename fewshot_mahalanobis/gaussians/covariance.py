@@ -278,7 +278,7 @@ class ClassBatch:
         rows, d = self.roots.shape[1:]
         # Without S, I + F_k F_k^T has an eigenvalue near 1 even where Sigma_k has none near 0: thin factors lose
         # digits.
-        if shared.is_wide and rows + 1 >= d if len(shared.rows) else rows >= d:
+        if (shared.is_wide and rows + 1 >= d) if len(shared.rows) else rows >= d:
             return CholeskyMetric(self.means, cholesky(self.covariance(shared, beta)))
         return low_rank_metric(self.means, self.roots, self.class_weight, shared, beta)
 

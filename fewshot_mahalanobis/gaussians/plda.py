@@ -22,8 +22,8 @@ Exemplar-Free Continual Learning", NeurIPS 2023, take powers for this), and repl
 higher leave-one-out likelihood.
 
 This is probabilistic linear discriminant analysis (Ioffe, "Probabilistic Linear Discriminant Analysis", ECCV 2006) with
-the covariance between classes proportional to the one within. t and b are moments of leave-one-out distances; beta, f
-and the scale maximise the leave-one-out likelihood.
+the covariance between classes proportional to the one within. t and b are moments of leave-one-out distances. By the
+leave-one-out likelihood, beta and f are the means of their posteriors, and the scale is the most likely one.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def shrinkage(counts: Tensor, spread: float) -> tuple[Tensor, Tensor]:
 def relative_distance(to_means: Tensor, shrink: Tensor, ratio: Tensor, to_centre: Tensor, freedom: float) -> Tensor:
     """d_k^2 / r_k + f log r_k, (m, k), from squared distances (m, k) of queries to the means m_k.
 
-    Distances to points of a line, and to a centre of gravity, follow from those to the points themselves:
-    ||x - c||^2 is the mean of ||x - m_k||^2 less that of ||c - m_k||^2.
+    d_k^2 = (1 - s_k) ||x - c||^2 + s_k ||x - m_k||^2 - s_k (1 - s_k) ||m_k - c||^2, as its mean lies on the line from c
+    to m_k; and ||x - c||^2 is the mean over k of ||x - m_k||^2 less that of ||m_k - c||^2, as c is the mean of the m_k.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def choose_plda_settings(features: Tensor, labels: Tensor, groups: Tensor | None
     left-out example to the mean of its class, less what that mean's own noise adds; b is the mean squared distance
     of class means to c, less what their noise adds. Where no feature is negative, square roots are taken if they are
     more likely at the prior's centre. If every class has one example, or one group, nothing can be left out: S is the
-    task covariance, and all else the prior's. Every group counts as one left-out example.
+    task covariance, and all else is constant. Every group counts as one left-out example.
 
     Parameters
     ----------

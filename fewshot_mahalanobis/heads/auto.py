@@ -35,8 +35,8 @@ class AutoHead(Head[Plda]):
 
     All classes share the covariance pooled within classes, regularised by beta I. Class means have a Gaussian prior
     whose covariance is proportional to it, so that a class of few examples is neither put at a disadvantage nor
-    preferred. Beta and the scale of the logits maximise the leave-one-out likelihood, and so does the choice between
-    features that are never negative and their square roots. Gradients do not flow through these choices.
+    preferred. The leave-one-out likelihood chooses beta, the scale of the logits, and whether features that are never
+    negative are replaced by their square roots. Gradients do not flow through these choices.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class AutoHead(Head[Plda]):
             return self._settings(support_features, support_labels, groups)
 
     def fit_pool(self, support_features: Tensor, support_labels: Tensor, groups: Tensor | None, pool: Pool) -> Plda:
-        """Fit the means and the covariance to both; all settings but the scale are those of the support set."""
+        """Fit the means and the covariance to both; all settings are those of the support set."""
         check_support(support_features, support_labels)
         with full_precision(support_features):
             settings = self._settings(support_features, support_labels, groups)

@@ -3,8 +3,8 @@
 fit:            features of the support set (n, d), labels (n,)  ->  FittedHead
 predict_proba:  features of queries (m, d)  ->  logits (m, k)  ->  probabilities (m, k)
 
-The first line is ``_fit_head``; ``predict`` is with each classifier. Threads may share a classifier: each call works on
-a snapshot of it.
+Of these, ``fit`` is ``_fit_head``. Each classifier has its own ``predict``. Threads may share a classifier: each call
+works on a snapshot of it.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class FittedHeadMixin(ClassifierMixin):
             logits = torch.cat([head.logits(features.adapted).cpu() for features in batches])
         else:
             x = torch.cat([features.adapted for features in batches])
-            logits = head.shared_logits(head.logits(x), x, group_rows(groups, len(x))).cpu()
+            logits = head.joint_logits(head.logits(x), x, group_rows(groups, len(x))).cpu()
         return head.log_probabilities(logits).numpy()
 
     def predict_set(self, X: Any, coverage: float = 0.9) -> list[NDArray[Any]]:
@@ -236,7 +236,7 @@ class FittedHeadMixin(ClassifierMixin):
         features, copies = now._queries_and_copies(X, "propose_classes")
         decisions = head.predict(features)
         if names is not None:
-            decisions = head.shared(decisions, features.adapted, names)
+            decisions = head.joint(decisions, features.adapted, names)
         unknown = decisions.indices.cpu().numpy() == len(head.classes)
         return proposed_classes(head, features.adapted, unknown, copies, names)
 
@@ -287,7 +287,7 @@ class FittedHeadMixin(ClassifierMixin):
         features, predictions = zip(*((features, head.predict(features)) for features in batches), strict=True)
         decisions, adapted = Decisions.joined(predictions), torch.cat([batch.adapted for batch in features])
         if groups is not None:
-            decisions = head.shared(decisions, adapted, groups)
+            decisions = head.joint(decisions, adapted, groups)
         indices = decisions.indices.numpy()
         return Predictions(
             head.output_labels[indices],

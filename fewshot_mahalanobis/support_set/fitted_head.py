@@ -404,12 +404,12 @@ class FittedHead:
 
     @torch.no_grad()
     def _equal_prior_logits(self, state: Any, features: Tensor) -> Tensor:
-        """Logits (m, k) by one of the two states."""
+        """Logits (m, k) by ``state`` or ``state_of_all``."""
         with one_thread_if_small(features):
             return self.settled.logits(state, features.to(self.support.adapted.device))
 
     def with_priors(self, logits: Tensor) -> Tensor:
-        """Logits (m, k) of equal priors, plus T log pi_k: their softmax over T is Bayes' rule."""
+        """Logits (m, k) of equal priors, plus T log pi_k: Bayes' rule at temperature T."""
         shift = self.log_priors()
         return logits if shift is None else logits + self.temperature * shift.to(logits.device)
 
@@ -462,24 +462,24 @@ class FittedHead:
         if groups is None:
             return Decisions.joined([self.predict(features) for features in batches])
         every = Features.joined(batches)
-        return self.shared(self.predict(every), every.adapted, groups)
+        return self.joint(self.predict(every), every.adapted, groups)
 
-    def shared(self, decisions: Decisions, features: Tensor, groups: Sequence[Any]) -> Decisions:
+    def joint(self, decisions: Decisions, features: Tensor, groups: Sequence[Any]) -> Decisions:
         """Decisions for m queries of which those of one group, by their names (m,), are pictures of one thing.
 
-        All get the :meth:`shared_logits` of their features (m, d), and the mean of their outlier scores. ValueError if
+        All get the :meth:`joint_logits` of their features (m, d), and the mean of their outlier scores. ValueError if
         a name is missing.
         """
         rows = group_rows(groups, len(decisions.logits))
         scores = group_means(decisions.outlier_scores, rows)[rows]
-        return self._decided(self.shared_logits(decisions.logits, features, rows), scores)
+        return self._decided(self.joint_logits(decisions.logits, features, rows), scores)
 
     @torch.no_grad()
-    def shared_logits(self, logits: Tensor, features: Tensor, rows: Tensor) -> Tensor:
+    def joint_logits(self, logits: Tensor, features: Tensor, rows: Tensor) -> Tensor:
         """Logits (m, k) of groups, whose numbers are ``rows`` (m,), from those (m, k) of queries' features (m, d).
 
-        The mean of a group's logits counts as often as the group is worth independent queries (``witnesses.py``);
-        priors count once.
+        A group's mean logits, without priors, are multiplied by the number of independent queries that the group is
+        worth (``witnesses.py``).
         """
         with one_thread_if_small(features):
             metric = self.metric()

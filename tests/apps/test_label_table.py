@@ -456,7 +456,7 @@ def test_pictures_of_one_group_are_listed_once_and_share_answer_and_label(tmp_pa
     # Only the others are unlabelled pictures, one a group.
     x = session.classifier.features(sources(session)).adapted
     learned = session.classifier.fitted_head_.with_unlabelled(torch.stack([x[3:5].mean(dim=0), x[5]]))
-    logits = learned.shared_logits(learned.logits(x[3:5]), x[3:5], torch.tensor([0, 0]))
+    logits = learned.joint_logits(learned.logits(x[3:5]), x[3:5], torch.tensor([0, 0]))
     shares = learned.log_probabilities(logits).exp()[0]
     answer = session.answer(3)
     assert answer is not None
