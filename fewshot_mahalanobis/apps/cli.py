@@ -491,7 +491,8 @@ def predict(
             raise ValueError("--min-probability and --coverage exclude each other: both mark what is doubtful")
         remembered = None if no_cache else cache or cache_beside(model)
         classifier = _at_rate(_loaded(model, device, remembered), false_rejection_rate)
-        classes = classifier.classes_.tolist()
+        head = classifier.fitted_head_
+        classes = head.classes.tolist()
         if top_k > len(classes):
             raise ValueError(f"--top-k {top_k} is more than the {len(classes)} classes of {model}")
         wanted = proba or top_k > 0 or bool(again)
@@ -512,20 +513,20 @@ def predict(
             journal=journal,
         )
         rows = labelling.with_unreadable(pictures, predictions, skipped)
-        table = rows, classes if proba else [], top_k, min_probability, skip_errors
         if again:
-            labels, shown = classifier.fitted_head_.output_labels.tolist(), len(classes) if proba else max(top_k, 1)
-            text = answer_files.filled_in(again[0], predictions, skipped, labels, shown) + "\n"
+            shown = len(classes) if proba else max(top_k, 1)
+            text = answer_files.filled_in(again[0], rows, head.output_labels.tolist(), shown) + "\n"
         elif ending == ".json":
             text = answer_files.to_json(rows, proba, top_k, min_probability) + "\n"
         else:
-            text = answer_files.to_csv(*table)
+            columns = answer_files.answer_columns(rows, classes if proba else [], top_k, min_probability, skip_errors)
+            text = "" if ending == ".parquet" else answer_files.to_csv(columns)
         if output is not None:
             from fewshot_mahalanobis.checkpoints.files import atomic_replace
 
             with atomic_replace(output) as temporary:
                 if ending == ".parquet":
-                    answer_files.write_parquet(temporary, *table)
+                    answer_files.write_parquet(temporary, columns)
                 else:
                     temporary.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
         if journal is not None:

@@ -24,6 +24,7 @@ from fewshot_mahalanobis.images.same_picture import same_pictures, small_picture
 from fewshot_mahalanobis.support_set.copies import equal_rows
 from fewshot_mahalanobis.support_set.estimator import Predictions
 from fewshot_mahalanobis.support_set.features import Features
+from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.new_classes import check_proposes, proposed_classes
 from fewshot_mahalanobis.support_set.prediction_sets import largest_surprise, surprises_within
 
@@ -103,19 +104,6 @@ class LabelledFile:
             "candidates": None if candidates is None else tuple(candidates),
         }
         return cls(_file(picture), **values)
-
-    def doubtful(self, min_probability: float | None) -> bool | None:
-        """Whether it may have several classes, or the label, or its rejection, is less probable; None if not asked."""
-        if self.candidates is not None:
-            return len(self.candidates) > 1
-        if min_probability is None:
-            return None
-        unsure = self.grade is not None and 1 - self.grade.doubt / 2 < min_probability
-        return unsure or (not self.unknown and self.probability < min_probability)
-
-    def top(self, k: int) -> list[tuple[Any, float]]:
-        """The ``k`` most probable classes with their probabilities, best first."""
-        return sorted((self.probabilities or {}).items(), key=lambda pair: -pair[1])[:k]
 
 
 def fit_files(
@@ -247,10 +235,11 @@ def predict_files(
     OSError
         The journal cannot be written.
     """
-    surprise = None if coverage is None else largest_surprise(classifier.fitted_head_, coverage)
+    head = classifier.fitted_head_
+    classes, size = head.classes.tolist(), classifier.model_.image_size
+    surprise = None if coverage is None else largest_surprise(head, coverage)
     if propose:
-        check_proposes(classifier.fitted_head_, "image")
-    classes, size = classifier.classes_.tolist(), classifier.model_.image_size
+        check_proposes(head, "image")
     predictions, fresh, again = dict[int, LabelledFile](), list[int](), list[int]()
     for index, path in enumerate(paths):
         known = None if journal is None else journal.find(path)
@@ -281,7 +270,7 @@ def predict_files(
             classifier, batches, by_place, transductive, propose, problems, every
         ):
             indices = [places[row] for row in rows]
-            found = _labelled(classifier, answers, threshold, surprise, probabilities)
+            found = _labelled(head, answers, threshold, surprise, probabilities)
             for index, pixels, values, new_class in zip(indices, boxes, found, proposed, strict=True):
                 image = paths[index]
                 box = (pixels if image.normalized else image.box) if isinstance(image, Region) else None
@@ -333,14 +322,15 @@ def _answered(
 
 
 def _labelled(
-    classifier: SimpleCNAPSClassifier,
+    head: FittedHead,
     answers: Predictions,
     threshold: tuple[Any, float] | None,
     surprise: float | None,
     probabilities: bool,
 ) -> Iterator[dict[str, Any]]:
     """What each answer says: the fields of a :class:`LabelledFile` but for its path, box and group."""
-    classes, limit, labels = classifier.classes_.tolist(), classifier.threshold_, answers.labels.tolist()
+    classes, labels = head.classes.tolist(), answers.labels.tolist()
+    limit = None if head.outliers is None else head.outliers.threshold
     shares = answers.probabilities
     best = shares.argmax(axis=1) if threshold is None else _at_threshold(answers, classes, *threshold)
     with np.errstate(divide="ignore"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fewshot_mahalanobis.apps.answer_files import to_csv
+from fewshot_mahalanobis.apps.answer_files import answer_columns, to_csv
 from fewshot_mahalanobis.apps.labelling import Grade, LabelledFile
 from fewshot_mahalanobis.images.folders import read_labels
 
@@ -124,7 +124,7 @@ def test_a_table_with_probabilities_can_be_fitted_again(classes: list[str], top_
         (tmp_path / f"{number}, a.jpg").touch()
         shares = {name: (0.9 if name.strip() == label else 0.1) for name in classes}
         rows.append(LabelledFile(Path(f"{number}, a.jpg"), label, 0.9, probabilities=shares))
-    text = to_csv(rows, classes, top_k)
+    text = to_csv(answer_columns(rows, classes, top_k))
     columns, *cells = csv.reader(io.StringIO(text, newline=""))
     assert len(set(columns)) == len(columns) == 5 + len(classes) + 2 * top_k
     assert all(len(row) == len(columns) for row in cells)
@@ -238,7 +238,7 @@ def test_labels_that_predict_gave_without_a_probability_are_of_no_class(tmp_path
 def test_labels_of_pictures_above_the_threshold_are_of_no_class(tmp_path: Path) -> None:
     grades = {"cat": Grade("cat", -1.0, 2.5, 0.1), "neither": Grade("cat", 2.6, 2.5, 0.9)}
     rows = [LabelledFile(Path(f"{label}.jpg"), label, 0.7, label == "neither", grade=g) for label, g in grades.items()]
-    table = to_csv(rows, min_probability=0.6)
+    table = to_csv(answer_columns(rows, min_probability=0.6))
     (tmp_path / "labels.csv").write_text(table)
     for label in grades:
         (tmp_path / f"{label}.jpg").touch()
