@@ -307,8 +307,7 @@ def fit(
                 f"--group-by {group_by} is for the images of --unlabelled. Groups of labelled ones are in a column of "
                 "their table: --groups COLUMN"
             )
-        found, unlabelled_groups = _find_groups(unlabelled or [], group_by)
-        others = found.images
+        others = _find_pictures(unlabelled or [], group_by)
         if backbone is not None and checkpoint != "default":
             raise ValueError("--checkpoint and --backbone exclude each other: both name the network")
         if model is not None and (given := [name for name in _OF_A_MODEL if _is_given(context, name)]):
@@ -347,19 +346,9 @@ def fit(
             )
         classifier.set_params(memory=None if no_cache else cache or cache_beside(output))
         labelled = _with_unknown_label(labelled, classifier.unknown_label)
-        images, labels, group_names = labelled.images, labelled.labels, labelled.groups
         if groups == "none":
-            group_names = [*map(str, images)]
-        skipped = fit_files(
-            classifier,
-            images,
-            labels,
-            groups=group_names,
-            unlabelled=others,
-            unlabelled_groups=unlabelled_groups,
-            skip_errors=skip_errors,
-            add=model is not None,
-        )
+            labelled = labelled._replace(groups=[*map(str, labelled.images)])
+        skipped = fit_files(classifier, labelled, others, skip_errors=skip_errors, add=model is not None)
         classifier.save(output)
     counts = ", ".join(f"{name} {n}" for name, n in zip(classifier.classes_, classifier.class_counts_, strict=True))
     classes = "class" if len(classifier.classes_) == 1 else "classes"
@@ -370,7 +359,7 @@ def fit(
     typer.echo(f"{output}: {len(classifier.classes_)} {classes} ({counts}){rejected}{others_too}")
     if report:
         typer.echo(classifier.summary().describe())
-    report_skipped(skipped, len(images) + len(others))
+    report_skipped(skipped, len(labelled.images) + len(others.images))
 
 
 @app.command()
@@ -470,7 +459,7 @@ def predict(
 
         if ending == ".parquet":
             answer_files.import_parquet()
-        found, groups = _find_groups(
+        found = _find_pictures(
             images,
             group_by,
             image_folder=image_folder,
@@ -478,7 +467,7 @@ def predict(
             min_confidence=min_confidence,
             category=category,
         )
-        pictures = found.images
+        pictures, groups = found.images, found.groups
         again = [] if ending != ".json" else [file for file in found.boxes if file.document is not None]
         if again and len(images) > 1:
             raise ValueError("--json writes a JSON file of boxes again, with labels: give it alone")
@@ -489,8 +478,7 @@ def predict(
             raise ValueError("--propose is for tables: a JSON file of boxes has no place for proposed classes")
         if coverage is not None and min_probability is not None:
             raise ValueError("--min-probability and --coverage exclude each other: both mark what is doubtful")
-        remembered = None if no_cache else cache or cache_beside(model)
-        classifier = _at_rate(_loaded(model, device, remembered), false_rejection_rate)
+        classifier = _loaded(model, device, cache, no_cache, false_rejection_rate)
         head = classifier.fitted_head_
         classes = head.classes.tolist()
         if top_k > len(classes):
@@ -538,11 +526,19 @@ def predict(
     report_skipped(skipped, len(pictures))
 
 
-def _loaded(model: Path, device: str, memory: Path | None) -> SimpleCNAPSClassifier:
-    """A fitted classifier that remembers pictures in a folder."""
+def _loaded(
+    model: Path, device: str, cache: Path | None, no_cache: bool, false_rejection_rate: float | None = None
+) -> SimpleCNAPSClassifier:
+    """A fitted classifier that remembers pictures, with another rate than that of its file if one is given."""
     from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 
-    return SimpleCNAPSClassifier.load(model, device=device).set_params(memory=memory)
+    classifier = SimpleCNAPSClassifier.load(model, device=device)
+    classifier.set_params(memory=None if no_cache else cache or cache_beside(model))
+    if false_rejection_rate is None:
+        return classifier
+    if classifier.unknown_label is None:
+        raise ValueError("--false-rejection-rate: the model rejects nothing. Fit it with --unknown-label")
+    return classifier.set_params(false_rejection_rate=false_rejection_rate)
 
 
 def _ending(output: Path | None, as_csv: bool | None) -> str:
@@ -571,15 +567,6 @@ def _journal(file: Path, model: Path, pictures: Sequence[Path | Region], *settin
     known = sum(answer is not None and answer["error"] is None for answer in found)
     _note(f"{file} has the answers for {known:,} of {number_of(len(pictures), 'image')} already." if known else "")
     return journal
-
-
-def _at_rate(classifier: SimpleCNAPSClassifier, false_rejection_rate: float | None) -> SimpleCNAPSClassifier:
-    """The classifier with another rate than that of its file, if one is given."""
-    if false_rejection_rate is None:
-        return classifier
-    if classifier.unknown_label is None:
-        raise ValueError("--false-rejection-rate: the model rejects nothing. Fit it with --unknown-label")
-    return classifier.set_params(false_rejection_rate=false_rejection_rate)
 
 
 def _threshold(text: str, classes: list[Any]) -> tuple[Any, float]:
@@ -694,21 +681,16 @@ def _shares(priors: str) -> dict[str, float] | str:
     return shares
 
 
-def _find_pictures(places: list[Path], **options: Any) -> Pictures:
-    """The pictures of files, folders and tables; says what was left out."""
+def _find_pictures(places: list[Path], group_by: str | None = None, **options: Any) -> Pictures:
+    """The pictures of files, folders and tables, and the groups of ``--group-by``; says what was left out."""
+    how, value = _grouping(group_by)
+
     from fewshot_mahalanobis.images.picture_sources import find_pictures
 
-    found = find_pictures(places, **options)
+    found = find_pictures(places, group_column=value if how == "column" else None, **options)
     for note in found.notes:
         _note(note)
-    return found
-
-
-def _find_groups(places: list[Path], group_by: str | None, **options: Any) -> tuple[Pictures, Sequence[Any] | None]:
-    """The pictures of files, folders and tables, and the group of each where they are grouped."""
-    how, value = _grouping(group_by)
-    found = _find_pictures(places, group_column=value if how == "column" else None, **options)
-    return found, found.groups if how == "column" else _groups_of(found.images, how, value)
+    return found if how == "column" else found._replace(groups=_groups_of(found.images, how, value))
 
 
 def _grouping(text: str | None) -> tuple[str, str]:
@@ -753,8 +735,7 @@ def calibrate(
         check_output(output)
         paths = _find_pictures(images).images
 
-        remembered = None if no_cache else cache or cache_beside(model)
-        classifier = _at_rate(_loaded(model, device, remembered), false_rejection_rate)
+        classifier = _loaded(model, device, cache, no_cache, false_rejection_rate)
         classifier.calibrate(paths).save(output)
     interval = classifier.false_rejection_interval_
     assert interval is not None  # or there would be nothing to calibrate
@@ -832,12 +813,9 @@ def sort(
 
         from fewshot_mahalanobis.apps.sorting import sort_files
 
-        remembered = None if no_cache else cache or cache_beside(model)
-        classifier = _at_rate(_loaded(model, device, remembered), false_rejection_rate)
+        classifier = _loaded(model, device, cache, no_cache, false_rejection_rate)
         journal = None
-        if (
-            groups is None and not together and not propose
-        ):  # else an answer depends on images that are still to be read
+        if groups is None and not together and not propose:  # else answers depend on images that are still to be read
             journal = _journal(output / "sorting.partial", model, paths, false_rejection_rate)
         done = sort_files(
             classifier,
@@ -987,10 +965,10 @@ def run_app(
         if group_by is not None and not images:
             raise ValueError(f"--group-by {group_by}: name the images or the table that it groups")
         paths: list[Path | Region] = []
-        groups: Sequence[Any] | None = None
+        groups: list[str] | None = None
         if images:
             check_output(output)
-            found, groups = _find_groups(
+            found = _find_pictures(
                 images,
                 group_by,
                 image_folder=image_folder,
@@ -998,15 +976,13 @@ def run_app(
                 min_confidence=min_confidence,
                 category=category,
             )
-            paths = found.images
+            paths, groups = found.images, found.groups
+
         from fewshot_mahalanobis.apps.server import Server
         from fewshot_mahalanobis.apps.session import Session
         from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
-        if model is None:
-            start = load_checkpoint(checkpoint)
-        else:
-            start = _loaded(model, device, None if no_cache else cache or cache_beside(model))
+        start = load_checkpoint(checkpoint) if model is None else _loaded(model, device, cache, no_cache)
         session = Session(start, paths, output if images else None, device=device, groups=groups)
         for path, problem in session.problems.items():
             typer.echo(f"{path}: {problem}", err=True)

@@ -33,6 +33,11 @@ class Example(NamedTuple):
     truth: list[str]
     sky: Image.Image
 
+    def pieces(self) -> list[tuple[Image.Image, str | None]]:
+        """All pieces, each with its class; None for those that are asked about."""
+        asked = [(piece, None) for piece in (*self.queries, self.sky)]
+        return [*zip(self.support, self.labels, strict=True), *asked]
+
 
 def photographs() -> Example:
     """Cut the example task out of the photographs."""
@@ -49,10 +54,9 @@ def photographs() -> Example:
 
 
 def sheet() -> tuple[Image.Image, list[str | None]]:
-    """All pieces in a row, and their classes: None of those that are asked about."""
-    example = photographs()
-    pieces = [*example.support, *example.queries, example.sky]
+    """All pieces in a row, and their classes: None for those that are asked about."""
+    pieces = photographs().pieces()
     row = Image.new("RGB", (_SIDE * len(pieces), _SIDE))
-    for place, piece in enumerate(pieces):
+    for place, (piece, _) in enumerate(pieces):
         row.paste(piece, (_SIDE * place, 0))
-    return row, [*example.labels, *[None] * (len(example.queries) + 1)]
+    return row, [label for _, label in pieces]

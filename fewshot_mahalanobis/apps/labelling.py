@@ -18,7 +18,9 @@ from fewshot_mahalanobis.apps.journal import Journal
 from fewshot_mahalanobis.classifier import SimpleCNAPSClassifier
 from fewshot_mahalanobis.images.decode import ImageBatches
 from fewshot_mahalanobis.images.errors import ImageError
+from fewshot_mahalanobis.images.folders import LabelledImages
 from fewshot_mahalanobis.images.memory import remembered_in
+from fewshot_mahalanobis.images.picture_sources import Pictures
 from fewshot_mahalanobis.images.region import Region
 from fewshot_mahalanobis.images.same_picture import same_pictures, small_pictures
 from fewshot_mahalanobis.support_set.copies import equal_rows
@@ -108,16 +110,13 @@ class LabelledFile:
 
 def fit_files(
     classifier: SimpleCNAPSClassifier,
-    paths: Sequence[Picture],
-    labels: Sequence[str],
+    labelled: LabelledImages,
+    unlabelled: Pictures,
     *,
-    groups: Sequence[Any] | None = None,
-    unlabelled: Sequence[Picture] = (),
-    unlabelled_groups: Sequence[Any] | None = None,
     skip_errors: bool = False,
     add: bool = False,
-) -> dict[Picture, str]:
-    """Fit a classifier to image files or regions of them, ``labels[i]`` for ``paths[i]``; the rest is as in ``fit``.
+) -> dict[Path | Region, str]:
+    """Fit a classifier to labelled and unlabelled image files, or regions of them.
 
     With ``add`` they are added to what it was fitted to before (``partial_fit``).
 
@@ -131,47 +130,38 @@ def fit_files(
     UnreadableImages
         Images cannot be read and ``skip_errors`` is False, or no image of a class can be read.
     """
-    problems: dict[Picture, str] = {}
+    problems: dict[Path | Region, str] = {}
     try:
-        _fit(classifier, paths, labels, groups, unlabelled, unlabelled_groups, add)
+        _fit(classifier, labelled, unlabelled, add)
         return problems
     except ImageError as error:
         first = error
     with warnings.catch_warnings():  # what there is to remark comes with the images that can be read
         warnings.simplefilter("ignore")
-        for some in filter(None, (paths, unlabelled)):
+        for some in filter(None, (labelled.images, unlabelled.images)):
             for _ in image_batches(classifier, some, _CHECKED_SIZE, problems, "reading", _BATCH).decoded():
                 pass  # to name every image that cannot be read
     if not problems:
         raise first
-    _check(problems, len(paths) + len(unlabelled), skip_errors)
-    readable = [index for index, path in enumerate(paths) if path not in problems]
-    if missing := sorted(set(labels) - {labels[index] for index in readable}):
+    _check(problems, len(labelled.images) + len(unlabelled.images), skip_errors)
+    readable = labelled.where([image not in problems for image in labelled.images])
+    if missing := sorted({*labelled.labels} - {*readable.labels}):
         raise UnreadableImages(f"no image of class {missing[0]!r} can be read: nothing was fitted", problems)
-    groups = None if groups is None else [groups[index] for index in readable]
-    others = [index for index, path in enumerate(unlabelled) if path not in problems]
-    unlabelled_groups = None if unlabelled_groups is None else [unlabelled_groups[index] for index in others]
-    unlabelled = [unlabelled[index] for index in others]
-    paths, labels = [paths[index] for index in readable], [labels[index] for index in readable]
-    _fit(classifier, paths, labels, groups, unlabelled, unlabelled_groups if others else None, add)
+    _fit(classifier, readable, unlabelled.where([image not in problems for image in unlabelled.images]), add)
     return problems
 
 
-def _fit(
-    classifier: SimpleCNAPSClassifier,
-    paths: Sequence[Picture],
-    labels: Sequence[str],
-    groups: Sequence[Any] | None,
-    unlabelled: Sequence[Picture],
-    unlabelled_groups: Sequence[Any] | None,
-    add: bool,
-) -> None:
+def _fit(classifier: SimpleCNAPSClassifier, labelled: LabelledImages, unlabelled: Pictures, add: bool) -> None:
     """Fit with a progress bar where somebody sees it."""
     verbose = classifier.verbose
     try:
         classifier.set_params(verbose=int(sys.stderr.isatty()))
         (classifier.partial_fit if add else classifier.fit)(
-            paths, labels, groups=groups, unlabelled=[*unlabelled] or None, unlabelled_groups=unlabelled_groups
+            labelled.images,
+            labelled.labels,
+            groups=labelled.groups,
+            unlabelled=unlabelled.images or None,
+            unlabelled_groups=unlabelled.groups or None,
         )
     finally:
         classifier.set_params(verbose=verbose)

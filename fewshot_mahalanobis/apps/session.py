@@ -503,18 +503,17 @@ class Session:
 
     def add_example(self) -> None:
         """Add three classes, pieces of two photographs, and ask about seven more pieces."""
-        example = photographs()
+        pieces = photographs().pieces()
         folder = Path(self._folder.name)
         with self._lock:
-            named = [*example.labels, *[None] * (len(example.queries) + 1)]
             files = []
-            for index, piece in enumerate([*example.support, *example.queries, example.sky]):
+            for number, (piece, label) in enumerate(pieces, start=1):
                 path = folder / f"example-{secrets.token_hex(4)}.png"
                 piece.save(path)
-                files.append((path, f"{named[index] or 'piece'} {index + 1}"))
+                files.append((path, f"{label or 'piece'} {number}"))
             added = self._read(files, {}, on_disk=False)
-            numbers = [picture.number for picture in added]
-            self._become(added, {number: self._checked(label) for number, label in zip(numbers, named) if label})
+            named = {picture.number: label for picture, (_, label) in zip(added, pieces, strict=True)}
+            self._become(added, {number: self._checked(label) for number, label in named.items() if label})
 
     def _become(self, added: list[Picture], labels: Mapping[int, str]) -> None:
         """Take in pictures, some with labels."""

@@ -136,7 +136,7 @@ class LabelledImages(NamedTuple):
         """Those that are ``wanted``."""
         groups = None if self.groups is None else [*compress(self.groups, wanted)]
         images, labels = [*compress(self.images, wanted)], [*compress(self.labels, wanted)]
-        return LabelledImages(images, labels, groups, self.note, self.rejected_labels)
+        return self._replace(images=images, labels=labels, groups=groups)
 
 
 def load_folder(path: str | os.PathLike[str]) -> tuple[list[Path], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +30,18 @@ class Pictures(NamedTuple):
     notes : list of str
         What was left out.
     groups : list of str or None
-        What each image belongs to, where a column says it.
+        What each image belongs to, where that was asked for.
     """
 
     images: list[Path | Region]
     boxes: list[Boxes]
     notes: list[str]
     groups: list[str] | None
+
+    def where(self, wanted: Sequence[bool]) -> Pictures:
+        """Those that are ``wanted``."""
+        groups = None if self.groups is None else [*compress(self.groups, wanted)]
+        return self._replace(images=[*compress(self.images, wanted)], groups=groups)
 
 
 def find_pictures(
@@ -69,7 +75,8 @@ def find_pictures(
     images, boxes, notes, groups = list[Path | Region](), list[Boxes](), list[str](), list[str]()
     tables = 0
     for place in places:
-        if group_column is not None and not (is_table(place) and place.is_file()):
+        lists_pictures = is_table(place) and place.is_file()
+        if group_column is not None and not lists_pictures:
             raise ValueError(
                 f"{place} has no columns, and pictures are to be grouped by the column {group_column}: give a table "
                 f"with path and {group_column}"
@@ -79,8 +86,9 @@ def find_pictures(
             boxes.append(read_boxes(place, image_folder=image_folder, margin=margin, **limits))  # type: ignore[arg-type]
             images += boxes[-1].regions
             groups += boxes[-1].groups or []
-            notes += [boxes[-1].note] * bool(boxes[-1].note)
-        elif is_table(place) and place.is_file():
+            if boxes[-1].note:
+                notes.append(boxes[-1].note)
+        elif lists_pictures:
             tables += 1
             rows = [*table_rows(place, ("path", *(() if group_column is None else (group_column,))))]
             for line, cells in rows:
@@ -95,7 +103,8 @@ def find_pictures(
         else:
             found = find_images(place)
             images += found.paths
-            notes += [f"{place}: {found.note()}"] * bool(found.note())
+            if note := found.note():
+                notes.append(f"{place}: {note}")
     options: dict[str, Any] = {"margin": margin, "min_confidence": min_confidence, "category": category}
     if not tables:
         options = {"image_folder": image_folder, **options}
