@@ -41,7 +41,7 @@ def doubt(probabilities: NDArray[np.floating]) -> NDArray[np.float64]:
     Returns
     -------
     float64 ndarray of shape (m,)
-        From 0, sure, to 1, the two are equally probable. A single class is never in doubt.
+        From 0 (sure) to 1 (both are equally probable). A single class is never in doubt.
 
     References
     ----------

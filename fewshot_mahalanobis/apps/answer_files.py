@@ -143,12 +143,12 @@ def import_parquet() -> tuple[Any, Any]:
 
 
 def as_text(value: Any) -> Any:
-    r"""A value for Parquet: in a name that is no UTF-8, the bytes that are none become ``\xe9``."""
+    r"""A value for Parquet: bytes of a name that are not UTF-8 are written as in ``caf\xe9.jpg``."""
     return os.fsencode(value).decode("utf-8", "backslashreplace") if isinstance(value, str) else value
 
 
 def _class_columns(classes: Sequence[Any], taken: set[str]) -> list[str]:
-    """Names of the columns of classes, unlike each other and unlike those that are taken."""
+    """Names for the columns of classes, different from one another and from those that are taken."""
     columns = []
     for name in map(str, classes):
         while name.strip() in taken:  # whoever reads the table may drop white space

@@ -10,7 +10,7 @@ _TEXT = {"www-browser", "links", "links2", "elinks", "lynx", "w3m"}
 
 
 def open_page(address: str) -> None:
-    """Open a page without waiting for the browser; nothing where there is none but in the terminal."""
+    """Open a page without waiting for the browser; do nothing if there is none outside the terminal."""
     try:
         browser = webbrowser.get()
     except webbrowser.Error:

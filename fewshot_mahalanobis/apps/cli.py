@@ -694,7 +694,7 @@ def _find_pictures(places: list[Path], group_by: str | None = None, **options: A
 
 
 def _grouping(text: str | None) -> tuple[str, str]:
-    """What stands before and after the = of "column=NAME" and "seconds=N"; "folder" has nothing after it."""
+    """Split "column=NAME" or "seconds=N" at its "="; "folder" has nothing after it."""
     how, _, value = (text or "").replace(" ", "=", 1).partition("=")
     is_number = value.replace(".", "", 1).isdecimal()
     if text is not None and not (
@@ -705,7 +705,7 @@ def _grouping(text: str | None) -> tuple[str, str]:
 
 
 def _groups_of(pictures: Sequence[Path | Region], how: str, value: str) -> list[str] | None:
-    """The group of each picture by its folder or its time; None if it is by neither."""
+    """The group of each picture by its folder or its time; None if neither is asked for."""
     from fewshot_mahalanobis.images.bursts import bursts, by_folder
 
     if how == "folder":
@@ -775,13 +775,14 @@ def sort(
     """Copy images to a folder for each class. Without --move the images themselves stay where they are.
 
     Images of no class go to a folder called like the unknown label, with --propose those that look like one another to
-    sub-folders new-1, new-2, ... of it. Side files, which --move takes along, are no images
-    and called like one: 1.xmp, 1.jpg.json or 1.CR2 beside 1.jpg.
+    sub-folders new-1, new-2, ... of it. Side files, which --move takes along, are files that are no
+    images and have the name of one: 1.xmp, 1.jpg.json or 1.CR2 beside 1.jpg.
 
     While it works, the answers so far are in a file sorting.partial of the folder: after an interruption the same
     command goes on from there.
 
-    Again with a better model, it moves what is no longer unsure, and lists sorted images that it now calls otherwise.
+    Run again with a better model, it moves images that are no longer unsure to their classes, and lists sorted images
+    whose label is now another.
 
     For example:
 
@@ -1016,8 +1017,8 @@ def review(
 ) -> None:
     """Open the page of `app` on images: the model asks about one at a time, and shows all of its answers.
 
-    Or boxes in images: the table then has x, y, width and height too. It learns from every label. The page offers the
-    labels, which `fit` reads, and the model for download.
+    Boxes in images can be labelled too: the table then has x, y, width and height. The model learns from every label.
+    The page offers the labels, which `fit` reads, and the model for download.
 
     For example:
 

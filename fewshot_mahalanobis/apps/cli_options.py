@@ -46,7 +46,7 @@ def cache_beside(file: Path) -> Path:
 
 
 def check_output(path: Path, *, folder: bool = False) -> None:
-    """Raise OSError if a command could not write its output, before it works for nothing."""
+    """Raise OSError if a command could not write its output, before any work is done."""
     from fewshot_mahalanobis.checkpoints.files import check_writable
 
     if not folder and path.is_dir():
@@ -78,7 +78,7 @@ class clear_errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._warnings.__exit__(None, None, None)
         if isinstance(error, OSError):
-            sys.stdout.flush()  # an error if that is what could not be written: it ends the command in another way
+            sys.stdout.flush()  # if it cannot be written, ``exit_after`` reports that instead
         if isinstance(error, (ValueError, OSError, ImportError)):
             _list_problems(getattr(error, "problems", {}))
             typer.echo(f"error: {error}", err=True)

@@ -18,8 +18,8 @@ __all__ = ["PROGRAMS", "Compared", "compare", "export_folder"]
 
 #: Languages in which there is a program -> its file.
 PROGRAMS = {"python": "classify.py", "javascript": "classify.mjs", "cpp": "classify.cpp"}
-#: A picture is near a threshold if two labels' odds, or its outlier score and the threshold, differ by no more than so
-#: large a share: there rounding may decide.
+#: A picture is near a threshold if two labels' odds, or its outlier score and the threshold, differ by no more than
+#: this share: rounding may decide there.
 NEAR = 0.05
 _GRAPH = "model.onnx"
 
@@ -33,7 +33,7 @@ class Compared(NamedTuple):
     label, exported_label : object
         By the classifier, and by the program.
     probability_difference, score_difference : float
-        Largest difference of a probability, and that of the outlier scores.
+        Largest difference between probabilities, and the difference between the outlier scores.
     is_near : bool
         Whether the picture lies near a threshold, by the classifier.
     """
@@ -89,7 +89,7 @@ def compare(classifier: SimpleCNAPSClassifier, folder: Path, paths: Sequence[Pat
     ImportError
         onnxruntime is absent.
     ValueError
-        A picture cannot be read by one of them.
+        One of the two cannot read a picture.
     """
     specification = importlib.util.spec_from_file_location("exported", folder / PROGRAMS["python"])
     assert specification is not None

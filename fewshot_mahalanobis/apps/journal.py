@@ -20,7 +20,7 @@ _FORMAT = 1
 class Journal:
     """Answers by picture, in a file of one line of JSON for each batch.
 
-    What a killed program, a full disk or a second program at work has left of a line is not read. An answer counts as
+    Parts of lines, left by a killed program, a full disk or a second program at work, are not read. An answer counts as
     long as its picture has the same size and the same times of change; a picture that was changed is asked about anew.
 
     Parameters
@@ -46,7 +46,7 @@ class Journal:
         for number, line in enumerate(lines):
             try:
                 content = json.loads(line)
-            except ValueError:  # what was left of a line
+            except ValueError:  # a part of a line
                 continue
             if number == 0:
                 self._header_is_written = content == self._header

@@ -19,14 +19,14 @@ from fewshot_mahalanobis.images.tables import labelled_rows, located, table_colu
 
 __all__ = ["LabelTable", "Place", "Row", "has_a_name_in_tables", "place_of", "whole_path"]
 
-#: Seconds in which another program has written the table.
+#: Seconds that another program may take to write the table.
 _PATIENCE = 10
 #: What a row is about: a file, whichever path leads to it, and the box if it is about a region.
 Place = tuple[Any, ...]
 
 
 class Row(NamedTuple):
-    """A row of the table but for its box."""
+    """A row of the table, without its box."""
 
     path: str  # the whole path, as it was given
     label: str
@@ -76,7 +76,7 @@ class LabelTable:
             temporary.write_text(text, encoding="utf-8", newline="")
 
     def text(self, rows: Mapping[Place, Row], folder: Path | None = None) -> str:
-        """Rows as CSV, with whole paths; below ``folder``, paths from there."""
+        """Rows as CSV, with whole paths, or with relative ones for files below ``folder``."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(self.columns)
@@ -97,7 +97,7 @@ class LabelTable:
 
 
 def place_of(path: Path | Region, pixels: tuple[int, int, int, int] | None = None) -> Place:
-    """What a picture is known by; ``pixels`` is the box of a region that is not in pixels."""
+    """The key of a picture; ``pixels`` is the box in pixels of a region whose own is in shares."""
     if isinstance(path, Region):
         return (os.path.realpath(path.image), *(pixels if path.normalized and pixels else path.box))
     return (os.path.realpath(path),)
@@ -116,7 +116,7 @@ def has_a_name_in_tables(path: Path | Region) -> bool:
 
 
 def _relative(path: str, folder: Path | None) -> str:
-    """A path from a folder that it is in, else the whole."""
+    """A path relative to a folder that it is in, else the path itself."""
     if folder is None or not Path(path).is_relative_to(folder):
         return path
     inside = str(Path(path).relative_to(folder))

@@ -30,7 +30,7 @@ from fewshot_mahalanobis.support_set.fitted_head import FittedHead
 from fewshot_mahalanobis.support_set.new_classes import check_proposes, proposed_classes
 from fewshot_mahalanobis.support_set.prediction_sets import largest_surprise, surprises_within
 
-#: What is labelled.
+#: An image file, or a region of one.
 Picture = TypeVar("Picture", bound=Path | Region)
 
 #: What a proposed class is called until somebody names it, by its number from 1 on.
@@ -58,31 +58,31 @@ class UnreadableImages(ValueError):
 class Grade(NamedTuple):
     """How near an answer is to rejection, or a rejection to an answer."""
 
-    best: Any  # the class that the probability is of, also where the label is of no class
+    best: Any  # the most probable class, even if the picture is of no class
     outlier_score: float
     outlier_threshold: float  # above it a picture is of no class
-    doubt: float  # from 0 to 1, at the nearest boundary, of classes or of rejection
+    doubt: float  # from 0 to 1, by the nearest boundary: between classes, or of rejection
 
 
 @dataclass(frozen=True)
 class LabelledFile:
-    """The label of one file or region, and the probabilities of the classes where they are wanted."""
+    """The label of one file or region, and the probabilities of the classes if they were asked for."""
 
     path: Path
     label: Any
-    probability: float  # of the label; where that is of no class, of the most probable class
+    probability: float  # of the label, or of the most probable class if the picture is of no class
     unknown: bool = False  # whether it is of no class
     probabilities: dict[Any, float] | None = None
     box: tuple[float, float, float, float] | None = None  # of a region: x, y, width and height in pixels
     error: str | None = None  # why the picture cannot be read; there is no label then
     grade: Grade | None = None  # by a classifier that rejects
-    candidates: tuple[Any, ...] | None = None  # the classes that it may have, where a coverage was asked for
-    group: Any = None  # with whose pictures it shares the answer
+    candidates: tuple[Any, ...] | None = None  # the classes that it may have, if a coverage was asked for
+    group: Any = None  # all pictures of one group share an answer
     new_class: int | None = None  # number of the new class proposed for it, from 1 on, 0 for none; None if not asked
 
     @classmethod
     def unreadable(cls, picture: Path | Region, error: str) -> LabelledFile:
-        """Of a picture that cannot be read."""
+        """The entry of a picture that cannot be read."""
         box = picture.box if isinstance(picture, Region) and not picture.normalized else None
         return cls(_file(picture), None, 0.0, box=box, error=error)
 
@@ -136,7 +136,7 @@ def fit_files(
         return problems
     except ImageError as error:
         first = error
-    with warnings.catch_warnings():  # what there is to remark comes with the images that can be read
+    with warnings.catch_warnings():  # they come with the fit to the images that can be read
         warnings.simplefilter("ignore")
         for some in filter(None, (labelled.images, unlabelled.images)):
             for _ in image_batches(classifier, some, _CHECKED_SIZE, problems, "reading", _BATCH).decoded():
@@ -239,7 +239,7 @@ def predict_files(
             again.append(index)
         else:
             predictions[index] = LabelledFile.from_state(path, known, classes)
-    # Those that could not be read come last, so that the others are in the batches of an undisturbed run.
+    # Those that could not be read come last, so that the other batches are those of an undisturbed run.
     places = fresh + again
     problems: dict[Picture, str] = {}
     if places:
@@ -285,8 +285,8 @@ def _answered(
 ) -> Iterator[tuple[list[int], list[Any], Predictions, list[int | None]]]:
     """Answers, with the indices and boxes of their images, and the new classes that are proposed for them.
 
-    They come by batch, or all at once where they may depend on others. Unless for ``every`` image, there are no more of
-    them after one that cannot be read: the others are only read.
+    They come batch by batch, or all at once where an answer may depend on other images. Without ``every``, there are
+    none after the first image that cannot be read: the rest are only read, to find all such images.
     """
     indices, boxes, features, pictures = list[int](), list[Any](), list[Features](), list[Tensor]()
     for batch in batches.decoded():
@@ -318,7 +318,7 @@ def _labelled(
     surprise: float | None,
     probabilities: bool,
 ) -> Iterator[dict[str, Any]]:
-    """What each answer says: the fields of a :class:`LabelledFile` but for its path, box and group."""
+    """What each answer says: the fields of a :class:`LabelledFile` but path, box, group and new class."""
     classes, labels = head.classes.tolist(), answers.labels.tolist()
     limit = None if head.outliers is None else head.outliers.threshold
     shares = answers.probabilities

@@ -311,13 +311,13 @@ def _check_numbers(workers: int | None, cpus_per_worker: int, **images: int) -> 
 
 
 def _checked_content(classifier: str | os.PathLike[str]) -> bytes:
-    """Bytes of the classifier's file, after loading it here: Ray would restart workers that cannot for ever."""
+    """Bytes of the classifier's file, after loading it here: Ray would for ever restart workers that cannot do it."""
     SimpleCNAPSClassifier.load(classifier, device="cpu")
     return Path(classifier).read_bytes()
 
 
 def _path_column(paths: Sequence[str | os.PathLike[str]]) -> pa.Array:
-    """Names of files are bytes: not every one is text."""
+    """Paths as bytes: not every name of a file is text."""
     import pyarrow as pa
 
     return pa.array([os.fsencode(path) for path in paths], pa.binary())

@@ -19,7 +19,7 @@ from typing import Any
 
 from fewshot_mahalanobis import __version__
 from fewshot_mahalanobis.apps.browser import open_page
-from fewshot_mahalanobis.apps.session import Answer, Session
+from fewshot_mahalanobis.apps.session import Session
 from fewshot_mahalanobis.extras import install_command
 
 try:
@@ -42,7 +42,7 @@ except ImportError as error:
 
 __all__ = ["Server"]
 
-#: Pictures and bytes of one request; of a model file, and of a request without files.
+#: Most pictures and most bytes of one request, and most bytes of one that is JSON.
 _MOST_FILES, _MOST_BYTES, _MOST_JSON = 100, 200 * 2**20, 2**20
 #: Ports that are tried if none is given.
 _PORTS = range(7860, 7960)
@@ -142,7 +142,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Guard:
-    """Lets requests through that are of no other site, carry the token and are not too large."""
+    """Lets a request through if it is of no other site, carries the token and is not too large."""
 
     def __init__(self, app: ASGIApp, token: str | None, cookie: str) -> None:
         self._app, self._token, self._cookie = app, token, cookie
@@ -203,7 +203,7 @@ class _Interface:
         self.session = session
 
     def routes(self) -> list[Route]:
-        routes = [
+        return [
             Route("/", self.page),
             *(_asset(name, "text/javascript") for name in _SCRIPTS),
             _asset("style.css", "text/css"),
@@ -226,10 +226,9 @@ class _Interface:
             Route("/api/page", self.answering_page),
             Route("/api/labels", self.labels),
         ]
-        return routes
 
     def _with_json(self, answer: Callable[[dict[str, Any]], Any]) -> Callable[[Request], Awaitable[Response]]:
-        """What handles a request: JSON out of JSON."""
+        """A handler of requests that answers JSON with JSON."""
 
         async def handle(request: Request) -> Response:
             asked = {}
@@ -246,7 +245,7 @@ class _Interface:
     def _with_files(
         self, answer: Callable[[list[tuple[Path, str]], dict[str, str]], Any]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """What handles a form with pictures: JSON out of files and fields."""
+        """A handler of forms with pictures: it answers files and fields with JSON."""
 
         async def handle(request: Request) -> Response:
             async with request.form(max_files=_MOST_FILES, max_fields=20) as form:
@@ -270,7 +269,7 @@ class _Interface:
     def classify(self, given: list[tuple[Path, str]], fields: Mapping[str, str]) -> dict[str, Any]:
         answers = self.session.classify(given)
         return {
-            "answers": [{"name": name, **_described(answer)} for (_, name), answer in zip(given, answers, strict=True)]
+            "answers": [{"name": name, **answer._asdict()} for (_, name), answer in zip(given, answers, strict=True)]
         }
 
     def add(self, given: list[tuple[Path, str]], fields: Mapping[str, str]) -> dict[str, Any]:
@@ -350,10 +349,6 @@ class _Interface:
                     file.write(part)
             await run_in_threadpool(self.session.open_model, path)
         return JSONResponse(await run_in_threadpool(self.session.state))
-
-
-def _described(answer: Answer) -> dict[str, Any]:
-    return answer._asdict()
 
 
 def _list_of(asked: Mapping[str, Any], name: str) -> list[Any]:

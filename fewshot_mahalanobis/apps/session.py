@@ -44,7 +44,7 @@ __all__ = ["UNKNOWN", "Answer", "Neighbour", "Picture", "Session"]
 UNKNOWN = "unknown"
 #: Share of the pictures of known classes that are called that by mistake.
 _FALSE_REJECTION_RATE = 0.05
-#: Share of the labelled pictures that may be new if they are learned under the adaptation of before.
+#: Share of the labelled pictures that may be new if they are learned under the earlier adaptation.
 _FEW = 0.25
 #: Pictures of each class with which a network that does not adapt begins.
 _FIRST = 2
@@ -66,7 +66,7 @@ class Picture:
     thumbnail: bytes  # a JPEG file
     place: Place | None  # in the table of labels; None if it is no picture of a folder
     pixels: NDArray[np.uint8] | None  # (s, s, 3), as the network reads it; None if the network stays as it is
-    features: Features | None = None  # one row, under the adaptation of now
+    features: Features | None = None  # one row, under the present adaptation
 
 
 class Neighbour(NamedTuple):
@@ -89,7 +89,7 @@ class Answer(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """A classifier from which further labels go on under its adaptation, and the labels that it was fitted to."""
+    """A classifier under whose adaptation further labels are learned, and the labels that it was fitted to."""
 
     classifier: SimpleCNAPSClassifier
     labels: dict[int, str]
@@ -99,24 +99,24 @@ class _Base(NamedTuple):
 class Session:
     """Pictures that are labelled by a classifier and its user, from whom the classifier learns.
 
-    Every method leaves all as it was before if it raises an error. Any thread may call any method, one at a time
-    changes anything, and :meth:`classify` waits for none of them.
+    A method that raises an error changes nothing. Any thread may call any method: changes are made one at a time, and
+    :meth:`classify` waits for none of them.
 
     Parameters
     ----------
     start : SimpleCNAPS or SimpleCNAPSClassifier
         A fitted classifier, whose classes are there from the start and whose adaptation stays (``partial_fit``); or a
-        pretrained model. It adapts to the labelled pictures, and anew when more than a quarter of them are new; until
-        then others are learned under the adaptation of before. With ``paths`` it stays as it is, so that each picture
+        pretrained model. It adapts to the labelled pictures, and again when more than a quarter of them are new; until
+        then new ones are learned under the earlier adaptation. With ``paths`` it stays as it is, so that each picture
         goes through the network once.
     paths : sequence of Path or Region
         Pictures to be labelled, all of one kind. Those that cannot be read are left out. They teach where the classes
         lie even without a label, if the head learns from unlabelled ones (page "Unlabelled pictures").
     table : Path, optional
         CSV file of the labels of ``paths``, with the columns path and label, and between them x, y, width and height
-        for regions, as ``fit`` reads it. It is written before a method returns. What it says about these pictures is
-        taken as given before. Others may write into it meanwhile, another session or a person in an editor: rows about
-        other pictures are kept, and what they say of these is learned with the next label.
+        for regions, as ``fit`` reads it. It is written before a method returns. Its labels for these pictures count
+        as given. Others may write into it meanwhile, another session or a person in an editor: rows about other
+        pictures are kept, and what they say about these is learned with the next label.
     device : str
         Where a pretrained model runs.
     groups : sequence of str or number, optional
@@ -589,7 +589,7 @@ class Session:
         on_disk: bool,
         progress: str | None = None,
     ) -> list[Picture]:
-        """Read pictures, and see them by a network that stays as it is."""
+        """Read pictures, and compute their features if the network stays as it is."""
         settings, reader, paths = self._settings, self._reader, [path for path, _ in files]
         if on_disk and self._memory is not None:
             settings = reader = copy.copy(settings).set_params(memory=self._memory)
@@ -691,8 +691,8 @@ class Session:
     def _change(self, wanted: Mapping[int, str | None]) -> None:
         """Give pictures other labels, or none, here and in the table; after an error all is as before.
 
-        What others have written into the table since is taken over. Where it is about the same pictures, it alone is,
-        with a ValueError.
+        What others have written into the table since is taken over. Where it is about the same pictures, nothing else
+        is, and a ValueError says so.
         """
         before = self.labels, self._other_rows
         differ: list[int] = []
@@ -809,7 +809,7 @@ class Session:
         return self._going_on(base, labels, [n for n, label in base.labels.items() if label != self.none])
 
     def _new_base(self, labels: Mapping[int, str], settings: Mapping[str, Any]) -> _Base:
-        """A network that adapts is fitted to all, one that does not to a few, as the others are learned the same."""
+        """Fit a network that adapts to all, one that does not to a few: learning the others later is the same."""
         chosen = dict(labels)
         if self._reader is not None:
             seen = Counter[str]()
@@ -832,7 +832,7 @@ class Session:
     def _going_on(
         self, base: _Base, labels: Mapping[int, str], rows: list[int | None]
     ) -> tuple[SimpleCNAPSClassifier, list[int | None]]:
-        """Learn those labels that a base has not, under its adaptation."""
+        """Learn the labels that a base has not learned, under its adaptation."""
         new = {n: label for n, label in labels.items() if n not in base.labels}
         if not new:
             return base.classifier, rows

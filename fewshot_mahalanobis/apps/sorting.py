@@ -81,7 +81,7 @@ def sort_files(
 
     Images of no class go to the folder of the classifier's ``unknown_label``.
 
-    Where an image is moved, its side files go along: those in its folder that are no images, and are called like it
+    Where an image is moved, its side files go along: those in its folder that are no images and have its name
     with another ending (1.xmp, 1.aae or 1.cr2 beside 1.jpg) or a further one (1.jpg.json). Copies and links go without.
 
     No file is overwritten or deleted: of equal names the later gets a number. A file that a folder of ``output``

@@ -53,7 +53,7 @@ class Boxes:
     entries : list of dict
         The part of ``document`` that each region comes from.
     rejected_labels : frozenset of str
-        Those of the labels by which ``predict`` has called boxes that it rejected.
+        The labels that ``predict`` gave to boxes that it rejected.
     """
 
     regions: list[Region]

@@ -123,7 +123,7 @@ class LabelledImages(NamedTuple):
     note : str
         Sentences about what was left out; empty if that is nothing.
     rejected_labels : frozenset of str
-        Those of the labels by which ``predict`` has called pictures that it rejected.
+        The labels that ``predict`` gave to pictures that it rejected.
     """
 
     images: list[Path | Region]

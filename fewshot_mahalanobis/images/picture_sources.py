@@ -20,7 +20,7 @@ _MOST_LISTED = 5
 
 
 class Pictures(NamedTuple):
-    """Pictures to classify.
+    """Pictures without labels: to classify, or to learn from.
 
     Parameters
     ----------
