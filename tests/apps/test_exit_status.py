@@ -154,7 +154,7 @@ def model(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 #: Moment -> audit event, pattern, command. {} stands for the folder of outputs, and for an old file in it.
 MOMENTS = {
-    "checkpoints list": ("import", r"evaluation\.tables$", ["checkpoints", "list"]),
+    "checkpoints list": ("import", r"evaluation\.result_tables$", ["checkpoints", "list"]),
     "fit, reading": ("open", r"/\d\.png$", ["fit", "PHOTOS", "-o", "{}/old", "--checkpoint", "resnet18"]),
     "fit, writing": (
         "os.rename",
