@@ -900,6 +900,8 @@ def page(
             raise ValueError("--teach takes no MODEL and no --support: name the file to start from as --model")
         if not teach and (model is None or start is not None):
             raise ValueError("name the file that `fit` wrote as MODEL; --model is for a page to be taught, --teach")
+        if not support and (margin or image_folder is not None):
+            raise ValueError("--margin and --image-folder are for the pictures of --support, and there are none")
         check_output(output, folder=True)
         labelled = _read_sources(support, image_folder=image_folder, margin=margin, at_least=1) if support else None
 
@@ -965,26 +967,23 @@ def run_app(
             raise ValueError("--checkpoint and --model exclude each other: a model file has its own network")
         if group_by is not None and not images:
             raise ValueError(f"--group-by {group_by}: name the images or the table that it groups")
-        paths: list[Path | Region] = []
-        groups: list[str] | None = None
         if images:
             check_output(output)
-            found = _find_pictures(
-                images,
-                group_by,
-                image_folder=image_folder,
-                margin=margin,
-                min_confidence=min_confidence,
-                category=category,
-            )
-            paths, groups = found.images, found.groups
+        found = _find_pictures(
+            images or [],
+            group_by,
+            image_folder=image_folder,
+            margin=margin,
+            min_confidence=min_confidence,
+            category=category,
+        )
 
         from fewshot_mahalanobis.apps.server import Server
         from fewshot_mahalanobis.apps.session import Session
         from fewshot_mahalanobis.checkpoints.load import load_checkpoint
 
         start = load_checkpoint(checkpoint) if model is None else _loaded(model, device, cache, no_cache)
-        session = Session(start, paths, output if images else None, device=device, groups=groups)
+        session = Session(start, found.images, output if images else None, device=device, groups=found.groups)
         for path, problem in session.problems.items():
             typer.echo(f"{path}: {problem}", err=True)
         if session.labels or session.other_rows:

@@ -77,6 +77,7 @@ def test_the_commands_serve_a_checkpoint_a_model_file_or_pictures_on_this_machin
         (["--model", "m", "--checkpoint", "other"], "exclude each other"),
         (["--model", str(tmp_path / "none")], "no saved classifier"),
         (["--group-by", "folder"], "name the images or the table that it groups"),
+        (["--margin", "0.1", "--category", "1"], "--margin, --category: for files of boxes, and there is none"),
         (["new", "--group-by", "seconds"], "it is folder, seconds=60 or column=NAME"),
     ):
         result = CliRunner().invoke(app, ["app", *arguments])

@@ -12,15 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 from scipy.special import logit
+from torch import nn
 from typer.testing import CliRunner
 
 from fewshot_mahalanobis import SimpleCNAPS, SimpleCNAPSClassifier, load_checkpoint
 from fewshot_mahalanobis.apps.cli import app
 from fewshot_mahalanobis.apps.teaching import export_teaching_page
+from fewshot_mahalanobis.export.network import film_vector
 from fewshot_mahalanobis.networks import devices
+from fewshot_mahalanobis.networks.film import Film
 from tests.browser import NARROW, WIDE, contrast, drop, is_dark, keep, nameless, overflow, requests_of
 from tests.images.test_same_picture import COPIES, photographs
 from tests.page.web_server import served
@@ -606,10 +610,16 @@ def test_the_command_writes_a_page_that_goes_on_from_a_file(tmp_path: Path, monk
     assert result.exit_code == 0, result.output
     assert written == [{"goes_on": True, "title": "Teach a picture classifier", "runtime": None}]
     assert SimpleCNAPSClassifier.load(tmp_path / "a" / "classifier.safetensors").classes_.tolist() == sorted({*LABELS})
-    for arguments in (["--teach", file], [], ["--model", file]):
+    for arguments, message in (
+        (["--teach", file], "--model"),
+        ([], "--model"),
+        (["--model", file], "--model"),
+        ([file, "--margin", "0.1"], "the pictures of --support, and there are none"),
+        (["--teach", "--image-folder", "photos"], "the pictures of --support, and there are none"),
+    ):
         result = CliRunner().invoke(app, ["page", "-o", str(tmp_path / "b"), *arguments])
         assert result.exit_code == 1
-        assert "--model" in result.output
+        assert message in result.stderr
     assert not (tmp_path / "b").exists()
 
 
@@ -619,6 +629,31 @@ def test_the_description_names_what_film_follows(folder: Path, model: SimpleCNAP
     assert page["side"] == 64
     assert not page["goes_on"]
     assert {path.name for path in folder.iterdir()} == set(page["files"])
+
+
+@pytest.mark.parametrize("adaptation", ["none", "film"])
+def test_a_network_of_your_own_becomes_a_page(adaptation: str, tmp_path: Path) -> None:
+    """It is exported by PyTorch, as there is no template of its graph."""
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    layers = (nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    mean, std = [0.5, 0.4, 0.3], [0.2, 0.2, 0.3]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = nn.Sequential(*layers)
+        own = SimpleCNAPS.from_backbone(network, image_size=32, mean=mean, std=std, adaptation=adaptation)
+        images = torch.rand(1, 3, 32, 32) * 2 - 1
+    export_teaching_page(tmp_path / "site", own)
+    page = json.loads((tmp_path / "site" / "page.json").read_text())
+    assert page["positions"] == ([] if adaptation == "none" else [["1", 16]])
+    assert (tmp_path / "site" / "film.onnx").exists() == (adaptation == "film")
+    given = {"images": images.numpy()}
+    if adaptation == "film":
+        given["film"] = film_vector(Film.identity(own.feature_extractor.film_positions)).numpy()
+    found = runtime.InferenceSession(tmp_path / "site" / "features.onnx").run(None, given)
+    with torch.no_grad():
+        expected = own.feature_extractor(images).numpy()
+    np.testing.assert_allclose(found[0], expected, rtol=2e-3, atol=1e-3)  # weights in half precision
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from fewshot_mahalanobis.export import web_page
 from fewshot_mahalanobis.export.web_page import RUNTIME, RUNTIME_VERSION, page_files
 from tests.browser import NARROW, WIDE, contrast, drop, is_dark, keep, overflow, requests_of
 from tests.page.web_server import served
-from tests.tiny import SUPPORT_LABELS, adapting_model, drawn, tiny_model
+from tests.tiny import SUPPORT_LABELS, adapting_model, drawn, pictures, tiny_model
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -318,6 +318,14 @@ def test_another_tools_page_is_not_overwritten(
 def test_the_help_names_the_version_of_the_runtime() -> None:
     options = {option.name: option.help for option in typer.main.get_command(app).commands["page"].params}
     assert f"onnxruntime-web {RUNTIME_VERSION}," in options["runtime"]
+
+
+def test_of_many_classes_the_page_names_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_page, "write_page_onnx", lambda model, task, path, **options: path.write_bytes(b"graph"))
+    names = [f"kind {number:02}" for number in range(22)]
+    SimpleCNAPSClassifier(tiny_model(), device="cpu").fit(pictures(22, 1), names).export_page(tmp_path / "site")
+    index = (tmp_path / "site" / "index.html").read_text()
+    assert f"22 classes apart: {', '.join(names[:20])} and 2 more" in index
 
 
 def test_the_command_writes_a_page_anew_and_says_how_to_open_it(

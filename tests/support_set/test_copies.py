@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits, load_iris
 
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.heads import AutoHead, MahalanobisHead
+from fewshot_mahalanobis.support_set import copies
 from fewshot_mahalanobis.support_set.copies import (
     checked_groups,
     equal_rows,
@@ -108,7 +109,7 @@ def test_known_queries_are_not_rejected_for_altered_copies_which_are_no_groups(
     assert rejected(with_copies, labels, twins=twins, group_names=[*range(len(labels))]) == trusted  # the user knows
 
 
-def test_twins_are_clusters_far_nearer_than_the_rest_of_their_class() -> None:
+def test_twins_are_clusters_far_nearer_than_the_rest_of_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
     angles = torch.tensor([0.0, 2.0, 3.0, 20.0, 21.0, 40.0, 60.0, 80.0, 0.0, 1.0, 20.0, 0.5]).deg2rad()
     x, y = torch.stack([angles.cos(), angles.sin()], dim=1), torch.tensor([0] * 8 + [1] * 3 + [2])
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
@@ -121,6 +122,11 @@ def test_twins_are_clusters_far_nearer_than_the_rest_of_their_class() -> None:
     x = torch.stack([evenly.cos(), evenly.sin()], dim=1)
     assert len(near_twins(x, torch.zeros(4, dtype=torch.int64))) == 0  # 9 degrees are not within 0.8 of 11
     assert len(near_twins(torch.zeros(6, 3), torch.zeros(6, dtype=torch.int64))) == 0
+    near = torch.tensor([0.0, 1.0, 20.0, 40.0, 60.0]).deg2rad()
+    x, y = torch.stack([near.cos(), near.sin()], dim=1), torch.zeros(5, dtype=torch.int64)
+    assert near_twins(x, y).tolist() == [[0, 1]]
+    monkeypatch.setattr(copies, "_MOST_OF_CLASS", 4)
+    assert len(near_twins(x, y)) == 0  # a large class is not searched
 
 
 def test_without_copies_nothing_is_found_and_everything_is_as_before(

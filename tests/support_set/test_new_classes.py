@@ -141,6 +141,9 @@ def test_more_than_are_clustered_join(fitted: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(new_classes, "_MOST", int(np.sum(classifier.predict(queries) == -1)) - 4)
     with pytest.warns(UserWarning, match="of no class: .* evenly spread, are clustered"):
         assert classifier.propose_classes(queries).tolist() == all_of_them.tolist()
+    monkeypatch.setattr(new_classes, "_MOST", 2)  # two are no class, so there is none to join
+    with pytest.warns(UserWarning, match="2 of them, evenly spread, are clustered"):
+        assert classifier.propose_classes(queries).tolist() == [-1] * len(queries)
 
 
 def test_a_classifier_that_rejects_nothing_proposes_nothing() -> None:

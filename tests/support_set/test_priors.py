@@ -262,6 +262,10 @@ def test_priors_that_were_set_after_fit_are_named_when_a_file_is_written(tmp_pat
     with pytest.warns(UserWarning, match=r"priors=\[0.2, 0.4, 0.4\] was set after fit .* has priors=\[0.7, 0.05, 0.25"):
         classifier.save(tmp_path / "a")
     assert SimpleCNAPSClassifier.load(tmp_path / "a").priors == pytest.approx(SHARES)
+    classifier.set_params(priors=[0.5, 0.5])  # which no fit to three classes would take
+    with pytest.warns(UserWarning, match=r"priors=\[0.5, 0.5\] was set after fit and is not in force"):
+        classifier.save(tmp_path / "a")
+    assert SimpleCNAPSClassifier.load(tmp_path / "a").priors == pytest.approx(SHARES)
 
 
 @pytest.mark.slow

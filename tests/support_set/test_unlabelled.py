@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from sklearn.base import clone
 from fewshot_mahalanobis import MahalanobisClassifier, SimpleCNAPSClassifier
 from fewshot_mahalanobis.support_set import estimator
 from fewshot_mahalanobis.support_set.copies import once_each
+from fewshot_mahalanobis.support_set.summary import support_influence
 from tests.tiny import LABELS, adapting_model, pictures, tiny_classifier
 
 CENTRES = np.random.default_rng(0).normal(size=(3, 40))
@@ -220,6 +222,15 @@ def test_probabilities_of_one_shot_classes_are_as_sure_as_alone_and_a_quarter_of
     assert classifier.temperature_ > alone.temperature_ == 1
     assert after == pytest.approx(before + 0.25 * (1 - before), abs=1e-5)
     assert fitted().temperature_ == 1  # with two examples of a class
+
+
+def test_the_influence_of_an_example_is_on_what_was_learned_with_the_unlabelled_ones() -> None:
+    head, queries = fitted().fitted_head_, torch.from_numpy(QUERIES[:5])
+    without = MahalanobisClassifier().fit(np.delete(X, 1, 0), np.delete(NAMES[Y], 1)).fitted_head_
+    without = replace(without, pool=head.pool, temperature=head.temperature)
+    log_p = head.logits(queries).log_softmax(dim=1)
+    change = (log_p - without.logits(queries).log_softmax(dim=1)).gather(1, log_p.argmax(dim=1, keepdim=True))
+    torch.testing.assert_close(support_influence(head, queries)[:, [1]], change)
 
 
 def test_one_class_alone_learns_nothing_until_there_are_two() -> None:
