@@ -3,8 +3,9 @@
     fit:      support images  ->  network adapted to them  ->  features (n, d)  ->  head fitted to them
     predict:  query images    ->  features (m, d)  ->  logits (m, k)  ->  label
 
-Both are here. The way from images to features is :class:`~fewshot_mahalanobis.adapted_features.AdaptedFeatures`, from
-features to labels :class:`~fewshot_mahalanobis.support_set.fitted_head.FittedHead`; ``predict_proba`` and its like are
+``fit`` and ``predict`` are here. The way from images to features is
+:class:`~fewshot_mahalanobis.adapted_features.AdaptedFeatures`, from features to labels
+:class:`~fewshot_mahalanobis.support_set.fitted_head.FittedHead`; ``predict_proba`` and its like are in
 :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`.
 """
 
@@ -170,8 +171,8 @@ class SimpleCNAPSClassifier(FittedHeadMixin, AdaptedFeatures):
     tensors are uint8, or float in [0, 1]. EXIF orientation and colour profile are applied, transparent pixels become
     white, and each image is resized to a square.
 
-    The features are those of :class:`AdaptedFeatures`. ``predict``, ``predict_proba`` and the other methods of
-    prediction are inherited from :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`, which reads them.
+    The features are those of :class:`AdaptedFeatures`. The methods of prediction, which read them, are inherited from
+    :class:`~fewshot_mahalanobis.support_set.estimator.FittedHeadMixin`, all but ``predict``.
 
     Parameters
     ----------

@@ -206,8 +206,8 @@ def test_the_tests_that_continuous_integration_names_exist() -> None:
 
 def test_the_readers_path_leads_to_files_that_define_what_it_names() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text().split("## A reader's path\n")[1].split("\n## ")[0]
-    stations = re.findall(r"^\d\. \[.*?\]\((\S+)\): (.*?)(?=^\d\.|\Z)", page, re.MULTILINE | re.DOTALL)
-    assert len(stations) == 5
+    stations = re.findall(r"^\d\. \[.*?\]\((\S+)\):\s(.*?)(?=^\d\.|\Z)", page, re.MULTILINE | re.DOTALL)
+    assert len(stations) == 6
     for link, text in stations[1:]:
         others = [ROOT / "fewshot_mahalanobis" / name for name in re.findall(r"`([\w/]+\.py)`", text)]
         code = "".join(file.read_text() for file in (ROOT / link, *others))
