@@ -15,7 +15,7 @@ r_k = 1 + 1 / (n_k + 1 / b). Its logit is, with a scale a,
 where f takes the place of the number of dimensions d in the Gaussian's log-determinant. A query's squared distance to
 its own mean is t on average, not d, and few directions make most of it; so f is a share of t, often a small one: with
 all of t, classes of few examples get too few queries. For equal shots r_k is a constant. Copies count fully in m_k and
-S; in s_k and r_k, n_k is the number of independent examples that they are worth (``effective_counts``).
+S. In s_k and r_k, n_k is the number of independent examples that those of the class are worth (``effective_counts``).
 
 Features that are never negative, as after a ReLU, are skewed: many small entries and a few large ones. Their square
 roots are nearer to a Gaussian (Goswami et al., "FeCAM: Exploiting the Heterogeneity of Class Distributions in
@@ -23,9 +23,9 @@ Exemplar-Free Continual Learning", NeurIPS 2023, take powers for this), and repl
 higher leave-one-out likelihood.
 
 This is probabilistic linear discriminant analysis (Ioffe, "Probabilistic Linear Discriminant Analysis", ECCV 2006) with
-the covariance between classes proportional to the one within. t is the mean of leave-one-out distances, b the mean of
-the distances of the m_k to c, over t, both less noise. By the leave-one-out likelihood, beta and f are the means of
-their posteriors, and a is the most likely one.
+the covariance between classes proportional to the one within. t is the mean squared distance of a left-out example to
+its class mean, b that of the m_k to c, divided by t, both less noise. beta, f and a follow from the leave-one-out
+likelihood: see :func:`choose_plda_settings`.
 """
 
 from __future__ import annotations
@@ -200,11 +200,11 @@ def choose_plda_settings(features: Tensor, labels: Tensor, groups: Tensor | None
     log10(beta / v), v the mean variance of a feature, has a normal prior; on a coarse grid of it the leave-one-out
     likelihood is exact, and beta is the mean of log beta under the posterior. t is the mean squared distance of a
     left-out example to the mean of its class, less what that mean's own noise adds; b is the mean squared distance
-    of class means to c, less what their noise adds, over t. f is a share of t, the mean of its posterior, and the scale
-    is the most likely one; both by the same likelihood. Where no feature is negative, square roots are taken if they
-    are more likely at the prior's centre. If every class has one example, or one group, nothing can be left out: S is
-    the task covariance, beta / v, b and the scale are constants, and f is 0. Every group counts as one left-out
-    example.
+    of class means to c, less what their noise adds, divided by t. The scale is the most likely one. f is 0 if all
+    classes are worth equally many examples; otherwise it is a share of t with a prior, the mean under the posterior by
+    a likelihood in which every class counts the same. Where no feature is negative, square roots are taken if they are
+    more likely at the prior's centre. If every class has one example, or one group, nothing can be left out: S is the
+    task covariance, beta / v, b and the scale are constants, and f is 0. Every group counts as one left-out example.
 
     Parameters
     ----------

@@ -231,7 +231,7 @@ class FittedHead:
             chosen_temperature, outliers = support_set.calibrated(
                 similarities, temperature, false_rejection_rate, reject=unknown_label is not None
             )
-        if outliers is not None and groups_with_twins is not None:  # in use, its terms are by the head's own groups
+        if outliers is not None and groups_with_twins is not None:  # threshold and units are those with twins
             left_out = outliers.left_out
             outliers = support_set._replace(groups=groups).score(outliers.threshold, outliers.units)
             assert outliers is not None

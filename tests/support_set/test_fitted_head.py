@@ -1,4 +1,7 @@
-"""A fitted head as one object: on another device it is the same, and a state with parts that do not fit is refused."""
+"""A fitted head as one object: it is the same on another device, and parts of a state that do not fit are refused.
+
+Other wrong parts, as they stand in a file: tests/robustness/test_hostile_files.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -63,9 +65,6 @@ def test_a_state_is_undone(fitted: FittedHead, state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": 0.0}, "a temperature of 0.0"),
-        ({"unknown_label": None}, "a threshold of .* with unknown_label=None"),
-        ({"threshold": None}, "a threshold of None with unknown_label='none'"),
         ({"threshold": None, "unknown_label": None}, "a threshold of None with unknown_label=None"),
         ({"false_rejection_rate": 1.0}, "a false_rejection_rate of 1.0"),
         ({"group_names": [None] * 7}, "7 names of groups of 8 support images"),
@@ -84,7 +83,6 @@ def test_values_that_do_not_fit_together_are_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.update(support_labels=t["support_labels"] + 1), "labels for the classes of 8 support images"),
         (lambda t: t.update(unadapted_negatives=t["negative_features"]), "without the features that those of classes"),
         (lambda t: t.update(negative_features=t["negative_features"][:0]), "without the features that those of class"),
         (
@@ -108,12 +106,3 @@ def test_scores_of_further_examples_need_a_threshold(state: dict[str, Any]) -> N
     state["values"] = msgspec.structs.replace(state["values"], threshold=None, unknown_label=None, units=None)
     with pytest.raises(ValueError, match="a calibration of a threshold that there is not"):
         FittedHead.from_state(state)
-
-
-def test_the_state_of_one_that_rejects_nothing_is_undone_too() -> None:
-    classifier = tiny_classifier()
-    fitted = classifier.fitted_head_
-    again = FittedHead.from_state(fitted.to_state())
-    queries = Features(fitted.support.adapted + 0.01)
-    assert np.array_equal(fitted.logits(queries.adapted), again.logits(queries.adapted))
-    assert again.rate_interval is None
